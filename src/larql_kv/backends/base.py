@@ -1,0 +1,77 @@
+"""What a backend offers the forward pass: the decoder's arithmetic, in composite steps that it may fuse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from larql_kv.state.pages import PagedRows
+
+
+class Decoder(Protocol):
+    """One model's weights in a backend's execution form. Rows are float32 (n, hidden), contiguous.
+
+    `attention_inputs` and `project_kv` make K/V by one row-invariant projection: a row's K/V have the
+    same bits however many rows are run together, so that K/V derived again are the K/V that were dropped.
+    """
+
+    name: str
+    kv_dtype: torch.dtype
+    device: torch.device
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids int64 (n,) -> rows (n, hidden), embedding scale applied."""
+        ...
+
+    def attention_inputs(
+        self, layer: int, rows: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q (n, heads, head_dim), k and v (n, kv_heads, head_dim), normed, rotated; k, v hold
+        kv_dtype values."""
+        ...
+
+    def project_kv(self, layer: int, rows: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v alone, the bits `attention_inputs` gives."""
+        ...
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        past: PagedRows,
+        first: int,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Causal attention over the past's rows and the new ones -> (n, heads * head_dim)."""
+        ...
+
+    def append_rows(self, k: torch.Tensor, v: torch.Tensor, past: PagedRows, first: int, skip: int) -> None:
+        """Write K/V rows skip.. (position first + skip ..) into reserved slots."""
+        ...
+
+    def add_attention_(self, layer: int, rows: torch.Tensor, attended: torch.Tensor) -> None:
+        """Output projection (and post-norm), added to rows in place."""
+        ...
+
+    def ffn_input(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """The FFN's normed input (n, hidden)."""
+        ...
+
+    def dense_ffn(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """The model's own FFN on a normed input (n, hidden)."""
+        ...
+
+    def add_ffn_(self, layer: int, rows: torch.Tensor, update: torch.Tensor) -> None:
+        """Post-norm (where the model has one) of the FFN's output, added to rows in place."""
+        ...
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Final norm and head: (n, hidden) -> (n, vocab) float32."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """Resident and per-step weight bytes, and the execution form, for `info` and the bench."""
+        ...

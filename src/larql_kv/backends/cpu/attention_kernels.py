@@ -1,0 +1,296 @@
+"""Parallel kernels of attention over K/V blocks, rings and new rows. Words: a "vector query" m = row*group + head
+is one query head of one row; `group` of them share a K/V head. Positions are absolute.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import get_thread_id, njit, prange
+
+from larql_kv.backends.cpu.attention_tiles import (
+    copy_row,
+    divide_vectors,
+    scores_run,
+    softmax_row,
+    sums_run_1,
+    sums_run_4,
+    zero_vectors,
+)
+from larql_kv.backends.cpu.runtime import kernel
+from larql_kv.backends.cpu.simd import peek_f32, peek_i64, poke_f32
+
+# `store` is the tuple (table, ring, is_bf16, k_new, v_new, first_position, kv_heads, hd)
+
+
+@njit(inline="never", error_model="numpy")
+def _run(store, head, p, end):  # type: ignore[no-untyped-def]
+    """(K address, V address, row stride, rows, is_bf16) of the longest run of rows at p..end-1 in one place."""
+    table, ring, is_bf16, k_new, v_new, first_position, kv_heads, hd = store
+    if p >= first_position:
+        at = ((p - first_position) * kv_heads + head) * hd * 4
+        return k_new + at, v_new + at, kv_heads * hd * 4, min(64, end - p), 0
+    slot = p % ring if ring > 0 else p
+    block = slot >> 6
+    row = slot & 63
+    rows = min(64, ring - 64 * block) if ring > 0 else 64
+    stride = hd * (2 if is_bf16 != 0 else 4)
+    k = peek_i64(table + 8 * block) + (head * rows + row) * stride
+    return k, k + kv_heads * rows * stride, stride, min(min(end, first_position) - p, rows - row), is_bf16
+
+
+@njit(inline="never", error_model="numpy")
+def _padded(run, hd, tile, want_v):  # type: ignore[no-untyped-def]
+    """(address, stride, is_bf16) of a run's K (or V) rows; copied to `tile` when hd is no multiple of 16."""
+    k, v, stride, rows, is_bf16 = run
+    src = v if want_v else k
+    if hd & 15 == 0:
+        return src, stride, is_bf16
+    width = (hd + 15) >> 4
+    for r in range(rows):
+        zero_vectors(tile + r * width * 64, width)
+        copy_row(src + r * stride, tile + r * width * 64, hd, is_bf16, 0)
+    return tile, width * 64, 0
+
+
+@njit(inline="never", error_model="numpy")
+def _low(position, window, past_start):  # type: ignore[no-untyped-def]
+    """First position that the query at `position` attends."""
+    return max(past_start, position - window + 1) if window > 0 else past_start
+
+
+@njit(inline="never", error_model="numpy")
+def _score_span(store, head, rows, group, span, limits, queries, scores, tile):  # type: ignore[no-untyped-def]
+    """Scores of keys span[0]..span[1]-1 for the vector queries of rows rows[0]..rows[1]-1.
+
+    queries: address, 16-padded float32 vectors; scores: (address, stride, base position)
+    """
+    hd = store[7]
+    width = (hd + 15) >> 4
+    window, past_start = limits
+    s_at, s_stride, base = scores
+    total = (rows[1] - rows[0]) * group
+    first = store[5] + rows[0]
+    p = span[0]
+    while p < span[1]:
+        run = _run(store, head, p, span[1])
+        k, stride, is_bf16 = _padded(run, hd, tile, False)
+        m = 0
+        while m < total:
+            m1, m2, m3 = min(m + 1, total - 1), min(m + 2, total - 1), min(m + 3, total - 1)
+            start = max(p, _low(first + m // group, window, past_start))
+            count = min(p + run[3], first + m3 // group + 1) - start
+            if count > 0:
+                at = s_at + (start - base) * 4
+                scores_run(
+                    is_bf16, k + (start - p) * stride, stride, count, width,
+                    queries + m * width * 64, queries + m1 * width * 64,
+                    queries + m2 * width * 64, queries + m3 * width * 64,
+                    at + m * s_stride, at + m1 * s_stride, at + m2 * s_stride, at + m3 * s_stride,
+                )  # fmt: skip
+            m += 4
+        p += run[3]
+
+
+@njit(inline="never", error_model="numpy")
+def _sum_part(is_bf16, v, stride, start, stop, m, last, scores, sums, width, first_vector, vectors):  # type: ignore[no-untyped-def]
+    """sums[m..last] += weights * V rows start..stop-1 (v: the row at `start`), vectors first_vector.. only."""
+    s_at, s_stride, base = scores
+    count = stop - start
+    if count <= 0:
+        return
+    at = s_at + (start - base) * 4
+    item = 32 if is_bf16 != 0 else 64
+    done = 0
+    while done < vectors:
+        w = 4 if vectors - done >= 4 else (2 if vectors - done >= 2 else 1)
+        out = sums + (first_vector + done) * 64
+        row = v + (first_vector + done) * item
+        if last == m:
+            sums_run_1(is_bf16, w, row, stride, count, at + m * s_stride, out + m * width * 64)
+        else:
+            m1, m2, m3 = min(m + 1, last), min(m + 2, last), min(m + 3, last)
+            sums_run_4(
+                is_bf16, w, row, stride, count,
+                at + m * s_stride, at + m1 * s_stride, at + m2 * s_stride, at + m3 * s_stride,
+                out + m * width * 64, out + m1 * width * 64, out + m2 * width * 64, out + m3 * width * 64,
+            )  # fmt: skip
+        done += w
+
+
+@njit(inline="never", error_model="numpy")
+def _sum_span(store, head, rows, group, limits, scores, sums, tile, first_vector, vectors):  # type: ignore[no-untyped-def]
+    """Weighted sums of V rows for the vector queries of rows rows[0]..rows[1]-1, each in the order of position.
+
+    Four queries go together where all four attend a row; what only some attend is added one by one.
+    """
+    hd = store[7]
+    width = (hd + 15) >> 4
+    window, past_start = limits
+    total = (rows[1] - rows[0]) * group
+    first = store[5] + rows[0]
+    end = store[5] + rows[1]
+    p = _low(first, window, past_start)
+    while p < end:
+        run = _run(store, head, p, end)
+        v, stride, is_bf16 = _padded(run, hd, tile, True)
+        stop = p + run[3]
+        m = 0
+        while m < total:
+            last = min(m + 3, total - 1)
+            start_all = max(p, _low(first + last // group, window, past_start))
+            stop_all = min(stop, first + m // group + 1)
+            if start_all >= stop_all:
+                start_all = stop_all = stop
+            for i in range(m, last + 1):  # before the common rows
+                a = max(p, _low(first + i // group, window, past_start))
+                b = min(start_all, first + i // group + 1)
+                _sum_part(is_bf16, v + (a - p) * stride, stride, a, b, i, i, scores, sums, width, first_vector, vectors)
+            _sum_part(
+                is_bf16, v + (start_all - p) * stride, stride, start_all, stop_all, m, last,
+                scores, sums, width, first_vector, vectors,
+            )  # fmt: skip
+            for i in range(m, last + 1):  # after them
+                a = max(stop_all, _low(first + i // group, window, past_start))
+                b = min(stop, first + i // group + 1)
+                _sum_part(is_bf16, v + (a - p) * stride, stride, a, b, i, i, scores, sums, width, first_vector, vectors)
+            m += 4
+        p = stop
+
+
+@njit(inline="never", error_model="numpy")
+def _load_queries(q, rows, heads, group, head, hd, queries, sums):  # type: ignore[no-untyped-def]
+    """Copy the vector queries of a K/V head to 16-padded vectors, and clear their sums."""
+    width = (hd + 15) >> 4
+    m = 0
+    for row in range(rows[0], rows[1]):
+        for g in range(group):
+            at = m * width * 64
+            zero_vectors(queries + at, width)
+            zero_vectors(sums + at, width)
+            copy_row(q + (row * heads + head * group + g) * hd * 4, queries + at, hd, 0, 0)
+            m += 1
+
+
+@njit(inline="never", error_model="numpy")
+def _finish(out, rows, heads, group, head, hd, sums, totals):  # type: ignore[no-untyped-def]
+    """out = sums / softmax totals."""
+    width = (hd + 15) >> 4
+    m = 0
+    for row in range(rows[0], rows[1]):
+        for g in range(group):
+            at = sums + m * width * 64
+            divide_vectors(at, at, width, peek_f32(totals + 4 * m))
+            copy_row(at, out + (row * heads + head * group + g) * hd * 4, hd, 0, 0)
+            m += 1
+
+
+@kernel(ints=18, floats=2)
+def prefill_kernel(
+    q, k_new, v_new, n, heads, kv_heads, hd, table, ring, is_bf16, first_position, window, past_start, out,
+    task_rows, scratch, scratch_bytes, s_stride, scale, cap,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """A task is one K/V head and `task_rows` rows. Scratch of a thread: queries, sums, totals, tile, scores."""
+    group = heads // kv_heads
+    store = (table, ring, is_bf16, k_new, v_new, first_position, kv_heads, hd)
+    limits = (window, past_start)
+    row_blocks = (n + task_rows - 1) // task_rows
+    tasks = row_blocks * kv_heads
+    scale32, cap32 = np.float32(scale), np.float32(cap)
+    vectors = (hd + 15) >> 4
+    for index in prange(tasks):
+        # Later rows attend more: taking tasks from both ends in turn gives every thread the same work.
+        task = index // 2 if index & 1 == 0 else tasks - 1 - index // 2
+        head = task % kv_heads
+        start = (task // kv_heads) * task_rows
+        rows = (start, min(n, start + task_rows))
+        total = (rows[1] - rows[0]) * group
+        queries = scratch + get_thread_id() * scratch_bytes
+        sums = queries + task_rows * group * vectors * 64
+        totals = sums + task_rows * group * vectors * 64
+        tile = totals + (task_rows * group * 4 + 63) // 64 * 64
+        s_at = tile + 64 * vectors * 64
+        low = _low(first_position + rows[0], window, past_start)
+        scores = (s_at, s_stride, low & -16)
+        _load_queries(q, rows, heads, group, head, hd, queries, sums)
+        _score_span(store, head, rows, group, (low, first_position + rows[1]), limits, queries, scores, tile)
+        for m in range(total):
+            position = first_position + rows[0] + m // group
+            a = _low(position, window, past_start) - scores[2]
+            poke_f32(
+                totals + 4 * m, softmax_row(s_at + m * s_stride, a, position - scores[2], scale32, cap32)
+            )
+        _sum_span(store, head, rows, group, limits, scores, sums, tile, 0, vectors)
+        _finish(out, rows, heads, group, head, hd, sums, totals)
+
+
+@kernel(ints=19, floats=2)
+def decode_kernel(
+    q, k_new, v_new, n, heads, kv_heads, hd, table, ring, is_bf16, first_position, window, past_start, out,
+    chunk, split, scratch, tiles, s_stride, scale, cap,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Few rows: scores in parallel over chunks of keys, softmax over vector queries, sums over parts of the head.
+
+    Scratch: queries, sums, totals, scores; tiles: one per thread; split: vectors of the head size a task sums.
+    """
+    group = heads // kv_heads
+    store = (table, ring, is_bf16, k_new, v_new, first_position, kv_heads, hd)
+    limits = (window, past_start)
+    rows = (0, n)
+    total = n * group
+    vectors = (hd + 15) >> 4
+    scale32, cap32 = np.float32(scale), np.float32(cap)
+    vector_bytes = total * vectors * 64
+    all_sums = scratch + kv_heads * vector_bytes
+    all_totals = all_sums + kv_heads * vector_bytes
+    all_scores = all_totals + (kv_heads * total * 4 + 63) // 64 * 64
+    low = _low(first_position, window, past_start)
+    base = low & -16
+    end = first_position + n
+    chunks = (end - base + chunk - 1) // chunk
+    for head in range(kv_heads):
+        _load_queries(
+            q, rows, heads, group, head, hd, scratch + head * vector_bytes, all_sums + head * vector_bytes
+        )
+    for task in prange(kv_heads * chunks):
+        head = task // chunks
+        start = base + (task % chunks) * chunk
+        span = (max(low, start), min(end, start + chunk))
+        scores = (all_scores + head * total * s_stride, s_stride, base)
+        tile = tiles + get_thread_id() * 64 * vectors * 64
+        _score_span(store, head, rows, group, span, limits, scratch + head * vector_bytes, scores, tile)
+    for index in prange(kv_heads * total):
+        position = first_position + (index % total) // group
+        s_row = all_scores + index * s_stride
+        a = _low(position, window, past_start) - base
+        poke_f32(all_totals + 4 * index, softmax_row(s_row, a, position - base, scale32, cap32))
+    parts = (vectors + split - 1) // split
+    for task in prange(kv_heads * parts):
+        head = task // parts
+        first_vector = (task % parts) * split
+        scores = (all_scores + head * total * s_stride, s_stride, base)
+        tile = tiles + get_thread_id() * 64 * vectors * 64
+        take = min(split, vectors - first_vector)
+        _sum_span(
+            store, head, rows, group, limits, scores, all_sums + head * vector_bytes, tile, first_vector, take
+        )
+    for head in range(kv_heads):
+        _finish(
+            out, rows, heads, group, head, hd, all_sums + head * vector_bytes, all_totals + 4 * head * total
+        )
+
+
+@kernel(ints=10, parallel=False)
+def append_kernel(k_new, v_new, first, n, kv_heads, hd, table, ring, is_bf16, first_position):  # type: ignore[no-untyped-def]
+    """Write rows first..n-1 of the new K/V into their slots."""
+    item = 2 if is_bf16 != 0 else 4
+    for row in range(first, n):
+        p = first_position + row
+        slot = p % ring if ring > 0 else p
+        block = slot >> 6
+        rows = min(64, ring - 64 * block) if ring > 0 else 64
+        at = peek_i64(table + 8 * block) + (slot & 63) * hd * item
+        for head in range(kv_heads):
+            src = (row * kv_heads + head) * hd * 4
+            dst = at + head * rows * hd * item
+            copy_row(k_new + src, dst, hd, 0, is_bf16)
+            copy_row(v_new + src, dst + kv_heads * rows * hd * item, hd, 0, is_bf16)

@@ -1,0 +1,189 @@
+"""The decoder's arithmetic on the CPU, over the packed kernels of this folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from larql_kv.backends.cpu import ops
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from larql_kv.model.config import ModelConfig
+    from larql_kv.model.rope import RopeTable
+    from larql_kv.model.tensors import TensorSource
+    from larql_kv.state.pages import PagedRows
+
+
+@dataclass
+class _Layer:
+    """One layer's weights: packed linears and float32 norm vectors (None where the model has none)."""
+
+    attn_norm: torch.Tensor
+    q: ops.PackedLinear
+    kv: ops.PackedLinear
+    o: ops.PackedLinear
+    ffn_norm: torch.Tensor
+    gate_up: ops.PackedLinear
+    down: ops.PackedLinear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    post_attn_norm: torch.Tensor | None
+    post_ffn_norm: torch.Tensor | None
+    rope: RopeTable
+
+
+class CpuDecoder:
+    """`exact=True`: every linear is row-invariant float32 arithmetic on the stored weights, K/V and rows are
+    float32. Otherwise prefill multiplies in bfloat16 and K/V and rows are bfloat16; decode and the K/V
+    projection keep float32 arithmetic.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self, config: ModelConfig, source: TensorSource, ropes: Sequence[RopeTable], exact: bool
+    ) -> None:
+        self.config = config
+        self.exact = exact
+        self.device = torch.device("cpu")
+        self.kv_dtype = torch.float32 if exact else torch.bfloat16
+        self._source = source  # keeps the file mapped: embeddings are read from it row by row
+        self._embedding = ops.EmbeddingTable(source.get("embed"))
+        self._final_norm = self._required("final_norm")
+        self._head = ops.pack_linear([source.get("embed" if config.tied else "head")], gemm_bf16=False)
+        self._layers = [self._load_layer(index, rope) for index, rope in enumerate(ropes)]
+
+    def _load_layer(self, index: int, rope: RopeTable) -> _Layer:
+        prefix = f"layers.{index}."
+        fast = not self.exact
+        return _Layer(
+            attn_norm=self._required(prefix + "attn_norm"),
+            q=self._linear(prefix, ("q",), fast),
+            kv=self._linear(prefix, ("k", "v"), False),
+            o=self._linear(prefix, ("o",), fast),
+            ffn_norm=self._required(prefix + "ffn_norm"),
+            gate_up=self._linear(prefix, ("gate", "up"), fast),
+            down=self._linear(prefix, ("down",), fast),
+            q_norm=self._vector(prefix + "q_norm"),
+            k_norm=self._vector(prefix + "k_norm"),
+            post_attn_norm=self._vector(prefix + "post_attn_norm"),
+            post_ffn_norm=self._vector(prefix + "post_ffn_norm"),
+            rope=rope,
+        )
+
+    def _linear(self, prefix: str, names: tuple[str, ...], gemm_bf16: bool) -> ops.PackedLinear:
+        raws = [self._source.get(prefix + name) for name in names]
+        linear = ops.pack_linear(raws, gemm_bf16=gemm_bf16)
+        biases = [self._vector(f"{prefix}{name}_bias") for name in names]
+        if any(bias is not None for bias in biases):
+            linear.bias = torch.cat(
+                [
+                    torch.zeros(raw.shape[0]) if bias is None else bias
+                    for raw, bias in zip(raws, biases, strict=True)
+                ]
+            )
+        return linear
+
+    def _required(self, name: str) -> torch.Tensor:
+        return torch.from_numpy(self._source.get(name).dequantize().copy())
+
+    def _vector(self, name: str) -> torch.Tensor | None:
+        return self._required(name) if name in self._source else None
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._embedding.rows(ids, self.config.embedding_scale)
+
+    def attention_inputs(
+        self, layer: int, rows: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weights = self._layers[layer]
+        x = self._attention_norm(weights, rows)
+        q = weights.q(x).view(-1, self.config.heads, self.config.head_dim)
+        return q, *self._rotated(weights, x, q, first)
+
+    def project_kv(self, layer: int, rows: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = self._layers[layer]
+        no_queries = torch.empty(len(rows), 0, self.config.head_dim)
+        return self._rotated(weights, self._attention_norm(weights, rows), no_queries, first)
+
+    def _attention_norm(self, weights: _Layer, rows: torch.Tensor) -> torch.Tensor:
+        """The normed attention input of rows as a residual state stores them (bfloat16 unless exact)."""
+        return ops.rms_norm(rows, weights.attn_norm, self.config.norm_eps, not self.exact)
+
+    def _rotated(
+        self, weights: _Layer, x: torch.Tensor, q: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K/V of normed rows `x` in K/V precision; norms and rotates q in place on the way."""
+        config = self.config
+        k, v = weights.kv(x, invariant=True).view(-1, 2, config.kv_heads, config.head_dim).unbind(1)
+        k, v = k.contiguous(), v.contiguous()
+        cos, sin = weights.rope.rows(first, len(x))
+        ops.rope_qk_(q, k, cos, sin, weights.q_norm, weights.k_norm, config.norm_eps)
+        if not self.exact:
+            ops.round_bf16_(k)
+            ops.round_bf16_(v)
+        return k, v
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        past: PagedRows,
+        first: int,
+        window: int | None,
+    ) -> torch.Tensor:
+        config = self.config
+        return ops.attend(
+            q, k, v, self._view(past), first, window, config.attention_scale, config.attention_softcap
+        )
+
+    def append_rows(self, k: torch.Tensor, v: torch.Tensor, past: PagedRows, first: int, skip: int) -> None:
+        ops.append_rows(k, v, self._view(past), first, skip)
+
+    def _view(self, past: PagedRows) -> ops.KvView:
+        return ops.KvView(past.table, 64, past.ring or 0, not self.exact)
+
+    def add_attention_(self, layer: int, rows: torch.Tensor, attended: torch.Tensor) -> None:
+        weights = self._layers[layer]
+        ops.add_normed_(rows, weights.o(attended), weights.post_attn_norm, self.config.norm_eps)
+
+    def ffn_input(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm(rows, self._layers[layer].ffn_norm, self.config.norm_eps)
+
+    def dense_ffn(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        weights = self._layers[layer]
+        return weights.down(ops.packed_gated(weights.gate_up, x, self.config.activation))
+
+    def add_ffn_(self, layer: int, rows: torch.Tensor, update: torch.Tensor) -> None:
+        ops.add_normed_(rows, update, self._layers[layer].post_ffn_norm, self.config.norm_eps)
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        x = ops.rms_norm(rows, self._final_norm, self.config.norm_eps)
+        logits = self._head(x, invariant=True)
+        cap = self.config.final_softcap
+        return logits if cap is None else torch.tanh(logits.div_(cap)).mul_(cap)
+
+    def prepare(self) -> None:
+        """Make every execution form ahead of the first prefill."""
+        for layer in self._layers:
+            for linear in (layer.q, layer.o, layer.gate_up, layer.down):
+                linear.prepare_gemm()
+
+    def facts(self) -> dict[str, Any]:
+        linears = [
+            linear
+            for layer in self._layers
+            for linear in (layer.q, layer.kv, layer.o, layer.gate_up, layer.down)
+        ]
+        linears.append(self._head)
+        return {
+            "form": "float32" if self.exact else "float32 decode, bfloat16 prefill",
+            "kv_dtype": str(self.kv_dtype).removeprefix("torch."),
+            "bytes_per_step": sum(linear.nbytes for linear in linears),
+            "resident_bytes": sum(linear.resident_bytes for linear in linears),
+        }

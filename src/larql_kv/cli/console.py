@@ -1,0 +1,131 @@
+"""Writing to a terminal, a pipe or a file: plain text out, notes and warnings on stderr, errors by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from larql_kv.errors import LarqlError, ModelError, SpecError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+EXIT_ENGINE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def prepare_streams() -> None:
+    """Characters that the terminal's encoding lacks become `?` instead of an exception."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def clean(text: str) -> str:
+    """`text` without control characters other than newline and tab: a model or a file must not be able
+    to steer the user's terminal."""
+    return _CONTROL.sub("\ufffd", text)
+
+
+def write(text: str) -> None:
+    """Model text to stdout, at once. Control characters pass only where no terminal listens."""
+    sys.stdout.write(clean(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """A dim line on stderr."""
+    _line(text, "2")
+
+
+def warn(text: str) -> None:
+    """A visible warning on stderr."""
+    _line(f"warning: {text}", "33")
+
+
+def fail(text: str) -> None:
+    """An error line on stderr."""
+    _line(f"error: {text}", "31")
+
+
+def _line(text: str, style: str) -> None:
+    # rich would do, but it costs 60 ms of the time to the first token.
+    text = clean(text)
+    sys.stderr.write(f"\x1b[{style}m{text}\x1b[0m\n" if styled(sys.stderr) else text + "\n")
+    sys.stderr.flush()
+
+
+def styled(stream: TextIO) -> bool:
+    """Whether escape sequences belong on `stream` (https://no-color.org, and dumb terminals)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def console(stderr: bool = False) -> Console:
+    """A rich console on stdout or stderr, for tables and progress."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
+def table(title: str, columns: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """An empty rich table; columns named in `right` are right-aligned. Cells take text, not markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=Text(title), title_justify="left")
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
+
+
+def add_row(to: Table, *cells: str) -> None:
+    """Add cells as text: square brackets in them are no markup, control characters do no harm."""
+    from rich.text import Text
+
+    to.add_row(*(Text(clean(cell)) for cell in cells))
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout. Numbers that JSON lacks (inf, nan) become null."""
+    ascii_only = "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
+    sys.stdout.write(json.dumps(_plain(value), ensure_ascii=ascii_only, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return str(value)
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, as memory bandwidth is counted: `1.9 MB`."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def exit_code(error: LarqlError) -> int:
+    """2 for what the user asked wrongly or the model's files cannot do, 1 for what failed in running."""
+    return EXIT_USAGE if isinstance(error, SpecError | ModelError) else EXIT_ENGINE
+
+
+def report_error(kind: str, message: str, as_json: bool) -> None:
+    """One `error:` line on stderr, and with --json the same as an object on stdout."""
+    fail(message)
+    if as_json:
+        print_json({"error": {"kind": kind, "message": message}})

@@ -1,0 +1,111 @@
+"""What is said about a run: the closing line, the ledger and stage tables, the JSON object."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from larql_kv.cli.answer import Answer, token_hash
+from larql_kv.cli.console import add_row, console, format_bytes, note, table
+
+if TYPE_CHECKING:
+    from larql_kv.engine import KvEngine
+    from larql_kv.model.clock import StageSummary
+    from larql_kv.state.ledger import Ledger
+
+_ROLES = ("canonical", "derivative", "workspace")
+_FINISH = {
+    "length": "stopped at the token limit (-n)",
+    "context": "stopped: the model's context is full",
+    "interrupted": "interrupted",
+}
+
+
+def summary_line(engine: KvEngine, answer: Answer) -> str:
+    """`standard [cpu] · 34 tokens · 142.1 tok/s · prefill 61 ms (37 tokens) · state 1.9 MB (...)`"""
+    count = len(answer.token_ids)
+    rate = answer.tokens_per_second
+    run = answer.prompt_tokens - answer.reused_tokens
+    prefill = f"{run} tokens" if not answer.reused_tokens else f"{run} of {answer.prompt_tokens} tokens"
+    parts = [
+        engine.info.summary,
+        f"{count} token{'' if count == 1 else 's'}",
+        *([f"{rate:.1f} tok/s"] if rate else []),
+        f"prefill {1000 * answer.prefill_s:.0f} ms ({prefill})",
+        state_summary(engine.ledger()),
+        *([_FINISH[answer.finish]] if answer.finish in _FINISH else []),
+    ]
+    return " · ".join(parts)
+
+
+def state_summary(ledger: Ledger) -> str:
+    """Live bytes, by role, and what is allocated for them."""
+    roles = ", ".join(f"{role} {format_bytes(ledger.total(role=role))}" for role in _ROLES)
+    return f"state {format_bytes(ledger.live)} ({roles}; allocated {format_bytes(ledger.capacity)})"
+
+
+def reuse_line(answer: Answer) -> str:
+    """`reused N of M prompt tokens`, for every turn of a chat."""
+    again = f", {answer.recomputed_tokens} run again" if answer.recomputed_tokens else ""
+    return f"reused {answer.reused_tokens} of {answer.prompt_tokens} prompt tokens{again}"
+
+
+def print_ledger(ledger: Ledger) -> None:
+    """The ledger as a table on stderr."""
+    shown = table(
+        "Ledger", ("name", "place", "role", "tier", "live", "allocated"), right=("live", "allocated")
+    )
+    for row in ledger.rows():
+        sizes = (format_bytes(row["live"]), format_bytes(row["capacity"]))
+        add_row(shown, row["name"], row["place"], row["role"], row["tier"], *sizes)
+    shown.add_section()
+    add_row(shown, "total", "", "", "", format_bytes(ledger.live), format_bytes(ledger.capacity))
+    console(stderr=True).print(shown)
+
+
+def print_stages(summary: StageSummary | None) -> None:
+    """Mean time of a forward call by stage, on stderr; nothing when the timers were off."""
+    if summary is None:
+        return
+    shown = table(f"Stages, mean of {summary.steps} calls", ("stage", "µs", "share"), right=("µs", "share"))
+    for stage, spent in summary.microseconds.items():
+        if spent:
+            add_row(shown, stage, f"{spent:,.0f}", f"{spent / summary.total:.0%}" if summary.total else "")
+    shown.add_section()
+    add_row(shown, "total", f"{summary.total:,.0f}", "")
+    console(stderr=True).print(shown)
+
+
+def print_top(answer: Answer) -> None:
+    """The best first tokens with their probabilities, on stderr."""
+    for rank, (token, text, probability) in enumerate(answer.top, 1):
+        note(f"{rank:>3}. {probability:7.2%}  {text!r} ({token})")
+
+
+def run_dict(engine: KvEngine, answer: Answer, warnings: list[str]) -> dict[str, Any]:
+    """The object that `larql run --json` prints."""
+    stages = engine.stage_summary()
+    rate = answer.tokens_per_second
+    return {
+        "model": engine.model.source,
+        "engine": engine.spec.text,
+        "summary": engine.info.summary,
+        "policy": engine.policy.to_dict(),
+        "ffn": engine.ffn.name,
+        "device": str(engine.model.device),
+        "kv_dtype": str(engine.model.kv_dtype).removeprefix("torch."),
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "token_hash": token_hash(answer.token_ids),
+        "finish": answer.finish,
+        "prompt_tokens": answer.prompt_tokens,
+        "reused_tokens": answer.reused_tokens,
+        "recomputed_tokens": answer.recomputed_tokens,
+        "generated_tokens": len(answer.token_ids),
+        "tokens_per_second": None if rate is None else round(rate, 2),
+        "prefill_ms": round(1000 * answer.prefill_s, 3),
+        "first_token_s": None if answer.first_token_s is None else round(answer.first_token_s, 3),
+        "ledger": engine.ledger().to_dict(),
+        **({"stages": stages.to_dict()} if stages else {}),
+        **({"top": [dict(zip(("id", "text", "p"), item, strict=True)) for item in answer.top]} if answer.top else {}),
+        "warnings": warnings,
+    }

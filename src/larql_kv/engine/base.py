@@ -1,0 +1,294 @@
+"""The engine front: one class drives every per-token K/V engine; what differs is the state it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from larql_kv.errors import BackendFailure, EmptyPrompt, InvariantViolation, LarqlError, ModelError
+from larql_kv.ffn.base import DenseFfn, FfnBackend
+from larql_kv.model.clock import NULL_CLOCK, StageClock, StageSummary
+from larql_kv.model.model import Model
+from larql_kv.policy import StateKind, StatePolicy
+from larql_kv.spec import EngineSpec
+from larql_kv.state.ledger import Ledger
+from larql_kv.state.tokens import TokenLog
+
+if TYPE_CHECKING:
+    from larql_kv.engine.generate import Token
+
+PREFILL_ROWS = 512  # rows run at once: bounds the workspace of a long prompt
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine is, for people and for `--json`."""
+
+    name: str
+    description: str
+    backend: str
+    config: str
+
+    @property
+    def summary(self) -> str:
+        return f"{self.name} [{self.backend}]" + (f" ({self.config})" if self.config else "")
+
+
+class KvEngine:
+    """One sequence on one model under one engine spec.
+
+    Not thread-safe. A call that fails or is interrupted leaves the engine as it was before the call.
+    """
+
+    def __init__(self, spec: EngineSpec, model: Model, ffn: FfnBackend | None = None) -> None:
+        self.spec = spec
+        self.model = model
+        self.ffn: FfnBackend = ffn or DenseFfn(model)
+        self._state = spec.build_state(model)
+        self._tokens = TokenLog()
+        self._rows_ffn: FfnBackend | None = None  # the FFN that the kept rows went through
+        self.reused_tokens = 0  # of the last prompt given to `generate`
+        self.recomputed_tokens = 0  # of the last call, ids that had to be run again
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def prefill(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Append tokens; returns the last one's hidden (1, hidden) float32, before the final norm.
+
+        Raises EmptyPrompt for no tokens; ModelError, before any work, for an id outside the vocabulary or
+        a text longer than the model's context; BackendFailure when the forward pass fails.
+        """
+        return self._run(token_ids, keep=1)
+
+    def prefill_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """As `prefill`, returning every new token's hidden, (n, hidden)."""
+        return self._run(token_ids, keep=None)
+
+    def decode_step(self, token_id: int) -> torch.Tensor:
+        """Append one token; returns its hidden (1, hidden) float32, before the final norm.
+
+        Raises InvariantViolation before any prefill; otherwise as `prefill`.
+        """
+        if not len(self._tokens):
+            raise InvariantViolation("decode_step before prefill: the engine holds no tokens")
+        return self._run((token_id,), keep=1)
+
+    def _run(self, token_ids: Sequence[int], keep: int | None) -> torch.Tensor:
+        ids = [int(token) for token in token_ids]
+        self.check_ids(ids)
+        self._check_ffn()
+        kept = len(self._tokens)
+        clock = self._state.clock
+        self._tokens.append(ids)
+        self._rows_ffn = self.ffn
+        if isinstance(clock, StageClock):
+            clock.restart()
+        try:
+            rows = self._forward(kept if keep is None else len(self._tokens) - keep)
+        except BaseException as error:
+            self._roll_back(kept)
+            if isinstance(error, (RuntimeError, MemoryError, ArithmeticError)):
+                raise BackendFailure(f"forward pass of {self.info.summary} failed: {error}") from error
+            if isinstance(error, LarqlError) and not isinstance(
+                error, (ModelError, InvariantViolation, BackendFailure)
+            ):
+                raise BackendFailure(f"forward pass of {self.info.summary} failed: {error}") from error
+            raise
+        if isinstance(clock, StageClock):
+            clock.finish()
+        return rows
+
+    def _forward(self, keep_from: int) -> torch.Tensor:
+        """Run every position the state does not hold; returns hidden rows of positions keep_from.. ."""
+        state, clock = self._state, self._state.clock
+        first = state.length
+        self.recomputed_tokens = max(0, min(keep_from, len(self._tokens)) - first)
+        ids = self._tokens.since(first)
+        kept = []
+        for start in range(0, len(ids), PREFILL_ROWS):
+            chunk = ids[start : start + PREFILL_ROWS]
+            position = first + start
+            clock.switch("embed")
+            rows = self.model.embed(chunk)
+            state.begin(position, len(chunk))
+            hidden = self.model.forward(rows, position, state, self.ffn, clock=clock)
+            state.commit(position + len(chunk))
+            if position + len(chunk) > keep_from:
+                kept.append(hidden[max(0, keep_from - position) :])
+        state.end_step()
+        result = torch.cat(kept)
+        if not bool(torch.isfinite(result).all()):
+            raise BackendFailure("the forward pass gave values that are not finite: are the weights corrupt?")
+        return result
+
+    def check_ids(self, ids: Sequence[int], held: int | None = None) -> None:
+        """Refuse `ids` that cannot follow `held` tokens (default: those held): EmptyPrompt, ModelError."""
+        if not ids:
+            raise EmptyPrompt()
+        config = self.model.config
+        bad = next((token for token in ids if not 0 <= token < config.vocab), None)
+        if bad is not None:
+            raise ModelError(f"token id {bad} is outside the vocabulary of {config.vocab} ids")
+        held = len(self._tokens) if held is None else held
+        if held + len(ids) > config.context:
+            raise ModelError(
+                f"{held + len(ids)} tokens do not fit the model's context of {config.context}: "
+                f"the engine holds {held} and was given {len(ids)} more"
+            )
+
+    def _check_ffn(self) -> None:
+        keeps_rows = self.policy.canonical != StateKind.TOKEN_IDS
+        if keeps_rows and len(self._tokens) and self._rows_ffn is not None and self._rows_ffn != self.ffn:
+            raise InvariantViolation(
+                f"the rows held were made under FFN {self._rows_ffn.name!r} and cannot be continued under "
+                f"{self.ffn.name!r}: reset() first"
+            )
+
+    def _roll_back(self, kept: int) -> None:
+        self._tokens.truncate(kept)
+        self._state.end_step()
+        self._state.trim(kept)
+
+    # -- time ----------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of the sequence so far."""
+        return self._tokens.to_list()
+
+    @property
+    def held_positions(self) -> int:
+        """Positions that the next call need not run again (0 for `no-cache`)."""
+        return self._state.length
+
+    def reset(self) -> None:
+        """Start over with an empty sequence."""
+        self._tokens.truncate(0)
+        self._state.trim(0)
+        self._rows_ffn = None
+
+    def trim(self, length: int) -> int:
+        """Keep the first `length` tokens. What a ring had overwritten is run again from the ids now;
+        returns how many tokens that were. Raises ValueError for a negative length."""
+        if length < 0:
+            raise ValueError(f"trim needs a length >= 0, got {length}")
+        if length >= len(self._tokens):
+            return 0
+        if length == 0:
+            self.reset()
+            return 0
+        self._tokens.truncate(length)
+        self._state.trim(length)
+        return self._restore()
+
+    def _restore(self) -> int:
+        """Run again what the state lost of the tokens held (nothing, where it keeps token ids only)."""
+        lost = len(self._tokens) - self._state.length
+        if not lost or self.policy.canonical == StateKind.TOKEN_IDS:
+            return 0
+        self._check_ffn()
+        self._forward(len(self._tokens) - 1)
+        return lost
+
+    def fork(self) -> KvEngine:
+        """An independent continuation; state blocks are shared until one side writes to them."""
+        twin = KvEngine.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin._tokens = self._tokens.fork()
+        twin._state = self._state.fork()
+        return twin
+
+    def fresh(self) -> KvEngine:
+        """The same engine, spec, model and FFN with an empty sequence."""
+        return KvEngine(self.spec, self.model, self.ffn)
+
+    def reference(self) -> KvEngine:
+        """The engine whose logits this engine's contract names, empty."""
+        from larql_kv.engine.reference import Reference
+
+        return KvEngine(Reference(window=self.policy.contract.reference_window), self.model, self.ffn)
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> StatePolicy:
+        return self.spec.policy
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether this engine is what `Exact` compares with, so that only a one-pass run can judge it."""
+        return self.policy.canonical == StateKind.KV
+
+    @property
+    def info(self) -> EngineInfo:
+        doc = (self.spec.__doc__ or "").strip().splitlines()[0]
+        name, _, config = self.spec.text.partition(":")
+        return EngineInfo(name, doc, self.model.decoder.name, config)
+
+    def ledger(self) -> Ledger:
+        """Bytes of every tensor this engine holds (weights are the model's)."""
+        return Ledger([self._tokens.ledger_entry("canonical"), *self._state.entries()])
+
+    @property
+    def memory_bytes(self) -> int:
+        """All bytes the engine holds, allocated."""
+        return self.ledger().capacity
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of the cold tier, allocated."""
+        return self.ledger().total(tier="cold", capacity=True)
+
+    @property
+    def window_tokens(self) -> int:
+        """The engine's own window in tokens, 0 without one."""
+        return getattr(self.spec, "window", None) or 0
+
+    def drop_derivative(self) -> int:
+        """Let all derivative state go; the next step derives it again. Returns the bytes freed."""
+        return self._state.drop_derivative()
+
+    def read_forms(self) -> dict[str, float]:
+        """Of all rows that attention read, the share read in each form (dtype or codec)."""
+        total = sum(self._state.rows_read.values()) or 1
+        return {form: count / total for form, count in self._state.rows_read.items()}
+
+    def coded_share(self) -> float | None:
+        return self._state.coded_share()
+
+    # -- measuring -----------------------------------------------------------------------------------
+
+    def profile(self, on: bool = True) -> None:
+        """Switch the stage timers on (from zero) or off."""
+        self._state.clock = StageClock() if on else NULL_CLOCK
+
+    def stage_summary(self) -> StageSummary | None:
+        """Mean microseconds per call by stage, or None when `profile` is off."""
+        clock = self._state.clock
+        return StageSummary.of(clock) if isinstance(clock, StageClock) else None
+
+    # -- generating ----------------------------------------------------------------------------------
+
+    def generate(self, prompt: str | Sequence[int], max_tokens: int = 64, **options: Any) -> Iterator[Token]:
+        """Continue `prompt` (text, or token ids), yielding `Token`s as they are chosen.
+
+        The longest common prefix of the prompt and the tokens held is reused (`reused_tokens`). Options:
+        temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, with_logits; see SamplingOptions.
+        """
+        from larql_kv.engine.generate import Generation, SamplingOptions
+
+        return iter(Generation(self, prompt, max_tokens, SamplingOptions(**options)))
+
+    @contextmanager
+    def using(self, ffn: FfnBackend) -> Iterator[KvEngine]:
+        """Run with another FFN inside the block; with rows held under a different one, the next call
+        raises InvariantViolation."""
+        before, self.ffn = self.ffn, ffn
+        try:
+            yield self
+        finally:
+            self.ffn = before

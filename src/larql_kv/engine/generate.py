@@ -1,0 +1,134 @@
+"""The generation loop: prefix reuse, sampling, stop tokens and strings, streaming text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from larql_kv.engine.base import KvEngine
+from larql_kv.engine.sampling import Sampler, SamplingOptions
+from larql_kv.errors import EmptyPrompt
+from larql_kv.ffn.base import FfnBackend
+
+__all__ = ["Generation", "SamplingOptions", "Token", "generate_with_engine"]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token. `text` is what became printable with it: never part of a UTF-8 character,
+    nothing that may still turn out to be a stop string. `finish` is set on the last token."""
+
+    id: int
+    text: str
+    finish: str | None = None  # "stop" (token or string), "length", "context"
+    logits: torch.Tensor | None = None  # (1, vocab) float32 that it was chosen from, when asked for
+
+
+class Generation:
+    """Iterate to run. The engine holds prompt and generated tokens afterwards, whenever iteration stops."""
+
+    def __init__(
+        self, engine: KvEngine, prompt: str | Sequence[int], max_tokens: int, options: SamplingOptions
+    ) -> None:
+        if max_tokens < 0:
+            raise ValueError(f"max_tokens must be >= 0, got {max_tokens}")
+        self._engine = engine
+        self._options = options
+        self._max_tokens = max_tokens
+        self._ids = (
+            engine.model.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        )
+        if not self._ids:
+            raise EmptyPrompt()
+
+    def __iter__(self) -> Iterator[Token]:
+        engine, options = self._engine, self._options
+        hidden = prefill_reusing(engine, self._ids)
+        sampler, text = Sampler(options), _TextStream(engine, options.stop_strings)
+        stop_ids = frozenset() if options.ignore_stop_tokens else engine.model.tokenizer.stop_ids
+        for count in range(1, self._max_tokens + 1):
+            logits = engine.model.logits(hidden)
+            token = sampler.choose(
+                logits, torch.tensor(engine.tokens) if options.repetition_penalty != 1.0 else _NONE
+            )
+            piece, stopped = text.push(token) if token not in stop_ids else ("", True)
+            finish = "stop" if stopped else "length" if count == self._max_tokens else None
+            if finish is None and len(engine.tokens) >= engine.model.config.context:
+                finish = "context"
+            if finish is not None and not text.cut:
+                piece += text.flush()
+            yield Token(token, piece, finish, logits if options.with_logits else None)
+            if finish is not None:
+                return
+            hidden = engine.decode_step(token)
+
+
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+def prefill_reusing(engine: KvEngine, ids: list[int]) -> torch.Tensor:
+    """Make the engine hold exactly `ids`, running only what differs; returns the last hidden (1, hidden)."""
+    engine.check_ids(ids, held=0)
+    held = engine.tokens
+    common = 0
+    while common < min(len(held), len(ids) - 1) and held[common] == ids[common]:
+        common += 1  # the last token is run in any case: its hidden is what is asked for
+    recomputed = engine.trim(common)
+    engine.reused_tokens = engine.held_positions - recomputed
+    return engine.prefill(ids[common:])
+
+
+class _TextStream:
+    """Text that is safe to print: whole characters, held back while a stop string may begin."""
+
+    def __init__(self, engine: KvEngine, stops: tuple[str, ...]) -> None:
+        self._decoder = engine.model.tokenizer.stream()
+        self._stops = stops
+        self._held = ""
+        self.cut = False  # a stop string was found: what follows it is not text
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """(printable text, whether a stop string was reached)"""
+        self._held += self._decoder.push(token)
+        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.cut = True
+            return self._held[: min(found)], True
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        ready = self._held[: len(self._held) - keep]
+        self._held = self._held[len(ready) :]
+        return ready, False
+
+    def flush(self) -> str:
+        text, self._held = self._held + self._decoder.flush(), ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    return next(
+        (size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0
+    )
+
+
+def generate_with_engine(
+    engine: KvEngine,
+    ffn: FfnBackend | None,
+    prompt_tokens: Sequence[int],
+    max_tokens: int,
+    on_token: Callable[[int, str], None] | None = None,
+) -> list[int]:
+    """Prefill `prompt_tokens`, then decode greedily; returns the new ids, the stop token included.
+
+    `ffn` (None: the engine's own) holds for this call. `on_token(id, text)` is called as tokens are chosen.
+    Raises InvariantViolation when the engine holds rows made under another FFN.
+    """
+    tokens = []
+    with engine.using(ffn or engine.ffn):
+        for token in engine.generate(prompt_tokens, max_tokens):
+            tokens.append(token.id)
+            if on_token is not None:
+                on_token(token.id, token.text)
+    return tokens

@@ -1,0 +1,28 @@
+"""standard: the K/V rows are the state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larql_kv.model.model import Model
+from larql_kv.policy import Exact, ExactWithinWindow, StateKind, StatePolicy
+from larql_kv.spec import Alias, EngineSpec, engine, key
+from larql_kv.state.kv import KVState
+
+_WINDOWED = tuple(Alias(name, requires=("window",)) for name in ("markov-bounded", "bounded", "sliding"))
+
+
+@engine("standard", aliases=("full", "fp32", *_WINDOWED))
+@dataclass(frozen=True)
+class Standard(EngineSpec):
+    """K/V rows of every position, or of the last `window` positions; attention reads them in place."""
+
+    window: int | None = key(None, "keep the last N rows on every layer (none or 0: all)", minimum=0)
+
+    @property
+    def policy(self) -> StatePolicy:
+        contract = Exact() if self.window is None else ExactWithinWindow(self.window)
+        return StatePolicy(StateKind.KV, StateKind.NOTHING, contract)
+
+    def build_state(self, model: Model) -> KVState:
+        return KVState(model, self.window)

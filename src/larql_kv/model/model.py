@@ -1,0 +1,87 @@
+"""A loaded model: config, tokenizer, and its weights in one backend's execution form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from larql_kv.errors import ModelError
+from larql_kv.model.clock import NULL_CLOCK, Clock
+from larql_kv.model.forward import AfterLayer, AttentionState, Ffn, forward
+
+if TYPE_CHECKING:
+    from larql_kv.backends.base import Decoder
+    from larql_kv.model.config import ModelConfig
+    from larql_kv.model.tokenizer import Tokenizer
+
+
+@dataclass
+class Model:
+    """A decoder-only transformer, ready to run. Its state lives in engines, never here."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    decoder: Decoder
+    source: str  # where it came from, for messages
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of K/V and residual rows: float32 when the model runs in float32, else bfloat16."""
+        return self.decoder.kv_dtype
+
+    def embed(self, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Token ids (n,) -> hidden rows (n, hidden) float32.
+
+        Raises ModelError for an id outside the vocabulary.
+        """
+        ids = torch.as_tensor(token_ids, dtype=torch.int64)
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.config.vocab):
+            bad = next(int(token) for token in ids if not 0 <= token < self.config.vocab)
+            raise ModelError(f"token id {bad} is outside the vocabulary of {self.config.vocab} ids")
+        return self.decoder.embed(ids)
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        first_position: int,
+        state: AttentionState,
+        ffn: Ffn,
+        layers: range | None = None,
+        after_layer: AfterLayer | None = None,
+        clock: Clock = NULL_CLOCK,
+    ) -> torch.Tensor:
+        """`forward.forward` over this model's weights; all layers unless a range is given."""
+        layers = range(self.config.layer_count) if layers is None else layers
+        return forward(self.decoder, rows, first_position, layers, state, ffn, after_layer, clock)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and head: (n, hidden) -> (n, vocab) float32."""
+        return self.decoder.logits(hidden)
+
+    def info(self) -> dict[str, Any]:
+        """What `larql info` adds to the file's own description."""
+        config = self.config
+        windows = [layer.window for layer in config.layers]
+        return {
+            "source": self.source,
+            "architecture": config.architecture,
+            "layers": config.layer_count,
+            "hidden": config.hidden,
+            "heads": config.heads,
+            "kv_heads": config.kv_heads,
+            "head_dim": config.head_dim,
+            "intermediate": config.intermediate,
+            "vocab": config.vocab,
+            "context": config.context,
+            "sliding_layers": sum(window is not None for window in windows),
+            "window": next((window for window in windows if window is not None), None),
+            "kv_bytes_per_token": 2 * config.kv_dim * config.layer_count * self.kv_dtype.itemsize,
+            **self.decoder.facts(),
+        }

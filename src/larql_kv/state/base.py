@@ -1,0 +1,103 @@
+"""What the forward pass and the engines ask of a state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from larql_kv.model.clock import NULL_CLOCK, Clock
+from larql_kv.state.ledger import LedgerEntry
+
+if TYPE_CHECKING:
+    from larql_kv.model.model import Model
+
+
+class State(ABC):
+    """The state of one sequence, as a parameter of the forward pass.
+
+    Protocol of a chunk: `begin(first, count)`; then for each layer `observe(layer, rows)` and
+    `attend(layer, q, k, v)`; then `commit(first + count)`; after the last chunk of a call
+    `end_step()`. Positions are absolute. A chunk that dies before `commit` leaves `length` as it was:
+    the engine then calls `trim`.
+    """
+
+    capturable = False  # whether a step graph may hold this state's reads and writes
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.length = 0  # positions 0..length-1 need not be run again
+        self.first = 0
+        self.clock: Clock = NULL_CLOCK
+        self.rows_read: Counter[str] = Counter()  # attended rows by the form they were read in
+
+    def begin(self, first: int, count: int) -> None:
+        """Rows first..first+count-1 are about to be run."""
+        self.first = first
+
+    def observe(self, layer: int, rows: torch.Tensor) -> None:
+        """`rows` (n, hidden) float32 enter `layer`. Must not change them."""
+        return
+
+    @abstractmethod
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Append K/V (n, kv_heads, head_dim), attend with q (n, heads, head_dim) -> (n, heads * head_dim)."""
+
+    def commit(self, length: int) -> None:
+        """Every layer has run rows up to `length`."""
+        self.length = length
+
+    def end_step(self) -> None:
+        """The call is over; a state that keeps nothing between steps lets go here."""
+        return
+
+    @abstractmethod
+    def trim(self, length: int) -> None:
+        """Forget positions >= `length`. Afterwards `self.length` <= `length`: what lies between was
+        overwritten and has to be run again from the ids."""
+
+    @abstractmethod
+    def fork(self) -> State:
+        """An independent continuation of this state; blocks are shared until one side writes."""
+
+    @abstractmethod
+    def entries(self) -> list[LedgerEntry]:
+        """The ledger's lines for all that this state holds."""
+
+    def drop_derivative(self) -> int:
+        """Let all derivative state go; returns the bytes freed."""
+        return 0
+
+    def coded_share(self) -> float | None:
+        """Of the rows read on layers that compress, the share read compressed; None without a codec."""
+        return None
+
+
+class RowState(State):
+    """A state that holds rows per layer, in rings where a layer has a window.
+
+    `rings` gives the rows each layer keeps (None for all). The high-water mark tells whether a ring has
+    overwritten a row that position `length` would still see.
+    """
+
+    def __init__(self, model: Model, rings: list[int | None]) -> None:
+        super().__init__(model)
+        self.rings = rings
+        self._smallest_ring = min((ring for ring in rings if ring is not None), default=None)
+        self._written = 0  # one past the highest position that may have been written
+
+    def begin(self, first: int, count: int) -> None:
+        super().begin(first, count)
+        self._written = max(self._written, first + count)
+
+    def _resolve_trim(self, length: int) -> int:
+        """The length that is left when positions >= `length` go: `length`, or 0 when a ring lost a row."""
+        length = min(length, self.length)
+        wrapped = self._smallest_ring is not None and self._written > self._smallest_ring
+        if wrapped and length < self._written - 1:
+            length = 0
+        if not wrapped or length == 0:
+            self._written = length
+        return length

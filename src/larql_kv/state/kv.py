@@ -1,0 +1,96 @@
+"""K/V rows: what `standard` keeps, and what residual states derive."""
+
+from __future__ import annotations
+
+import torch
+
+from larql_kv.model.model import Model
+from larql_kv.state.base import RowState
+from larql_kv.state.ledger import LedgerEntry, Role
+from larql_kv.state.pages import PagedRows
+
+
+def effective_window(layer_window: int | None, engine_window: int | None) -> int | None:
+    """The narrower of the model's own window and the engine's."""
+    windows = [window for window in (layer_window, engine_window) if window is not None]
+    return min(windows) if windows else None
+
+
+def rows_seen(first: int, count: int, window: int | None) -> int:
+    """Rows that queries at positions first..first+count-1 attend, summed."""
+    seen = range(first + 1, first + count + 1)
+    return sum(seen) if window is None else sum(min(rows, window) for rows in seen)
+
+
+class KVState(RowState):
+    """K/V rows per layer, in the model's K/V dtype, attended in place.
+
+    `window=N` keeps the last N rows on every layer. `retire=False` keeps every row and only masks:
+    the reference that a windowed state is compared with.
+    """
+
+    def __init__(
+        self, model: Model, window: int | None = None, retire: bool = True, role: Role = "canonical"
+    ) -> None:
+        config = model.config
+        self.windows = [effective_window(layer.window, window) for layer in config.layers]
+        rings = self.windows if retire else [None] * len(self.windows)
+        super().__init__(model, rings)
+        self._role: Role = role
+        self._form = str(model.kv_dtype).removeprefix("torch.")
+
+        def make_block(rows: int) -> torch.Tensor:
+            return torch.empty(
+                2, config.kv_heads, rows, config.head_dim, dtype=model.kv_dtype, device=model.device
+            )
+
+        self.pages = [PagedRows(make_block, ring) for ring in rings]
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        pages, window, first = self.pages[layer], self.windows[layer], self.first
+        decoder = self.model.decoder
+        out = decoder.attend(q, k, v, pages, first, window)
+        self.rows_read[self._form] += rows_seen(first, q.shape[0], window)
+        stage = self.clock.switch("state_append")
+        self.append(layer, k, v, first)
+        self.clock.switch(stage)
+        return out
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, first: int) -> None:
+        """Write K/V rows of positions first.. into their slots (the last `ring` of them)."""
+        pages = self.pages[layer]
+        count = k.shape[0]
+        skip = max(0, count - pages.ring) if pages.ring is not None else 0
+        pages.reserve(first + skip, first + count)
+        self.model.decoder.append_rows(k, v, pages, first, skip)
+
+    def trim(self, length: int) -> None:
+        self.length = self._resolve_trim(length)
+        for pages in self.pages:
+            pages.truncate(pages.live_rows(self.length))
+
+    def clear(self) -> None:
+        """Let every row go."""
+        self.length = self._written = 0
+        for pages in self.pages:
+            pages.clear()
+
+    def fork(self) -> KVState:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.pages = [pages.fork() for pages in self.pages]
+        twin.rows_read = self.rows_read.copy()
+        return twin
+
+    def entries(self) -> list[LedgerEntry]:
+        return [item for pages in self.pages for item in pages.entries("K/V rows", self._role, self.length)]
+
+
+class RecomputeState(KVState):
+    """`no-cache`: K/V live for one call as workspace, so every step runs all ids again."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, role="workspace")
+
+    def end_step(self) -> None:
+        self.clear()

@@ -1,0 +1,141 @@
+"""Rows by absolute position, in blocks of 64: growth without copying, rings, copy-on-write forks.
+
+A layer that sees the whole past keeps position p in slot p. A layer with a window of W tokens is a
+ring: slot p % W, never more than W rows. Blocks are what forks share; a block is cloned by whoever
+writes to it first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from larql_kv.state.ledger import LedgerEntry, Role, entry
+
+BLOCK = 64
+
+
+class _Block:
+    """One block tensor and the page lists that hold it (weak, so a dropped fork lets go by itself)."""
+
+    __slots__ = ("owners", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, owner: PagedRows) -> None:
+        self.tensor = tensor
+        self.owners: weakref.WeakSet[PagedRows] = weakref.WeakSet((owner,))
+
+
+class PagedRows:
+    """Rows of one kind for one layer.
+
+    `make_block(rows)` allocates a block of that many rows (at most 64); `ring` is the number of rows
+    kept, or None for all. Writers call `reserve(first, stop)` before they write those positions, and
+    write through `table`, the block addresses (int64), or `block(index)`.
+    """
+
+    def __init__(self, make_block: Callable[[int], torch.Tensor], ring: int | None) -> None:
+        self._make_block = make_block
+        self.ring = ring
+        self._blocks: list[_Block] = []
+        self.table = torch.zeros(8, dtype=torch.int64)
+        self._shared = False  # only a page list that was forked pays for the ownership check
+
+    def block(self, index: int) -> torch.Tensor:
+        return self._blocks[index].tensor
+
+    @property
+    def block_count(self) -> int:
+        return len(self._blocks)
+
+    def rows_of_block(self, index: int) -> int:
+        """Rows that block `index` has room for: 64, fewer in the last block of a ring."""
+        return BLOCK if self.ring is None else min(BLOCK, self.ring - index * BLOCK)
+
+    def live_rows(self, length: int) -> int:
+        """Rows in use when the state holds `length` positions."""
+        return length if self.ring is None else min(length, self.ring)
+
+    def reserve(self, first: int, stop: int) -> None:
+        """Make the slots of positions first..stop-1 writable."""
+        if self.ring is not None:
+            if stop <= self.ring:
+                pass
+            elif stop - first >= self.ring or first // self.ring != (stop - 1) // self.ring:
+                first, stop = 0, self.ring
+            else:
+                first, stop = first % self.ring, (stop - 1) % self.ring + 1
+        last_block = (stop - 1) // BLOCK
+        while len(self._blocks) <= last_block:
+            block = _Block(self._make_block(self.rows_of_block(len(self._blocks))), self)
+            if len(self._blocks) == len(self.table):
+                self.table = torch.cat((self.table, torch.zeros_like(self.table)))
+            self.table[len(self._blocks)] = block.tensor.data_ptr()
+            self._blocks.append(block)
+        if self._shared:
+            for index in range(first // BLOCK, last_block + 1):
+                self._unshare(index)
+
+    def _unshare(self, index: int) -> None:
+        block = self._blocks[index]
+        if len(block.owners) > 1:
+            block.owners.discard(self)
+            self._blocks[index] = _Block(block.tensor.clone(), self)
+            self.table[index] = self._blocks[index].tensor.data_ptr()
+
+    def write(self, rows: torch.Tensor, first: int) -> None:
+        """Copy rows (n, ...) into the slots of positions first.. (reserved before); blocks are (64, ...)."""
+        for offset, index, slot, count in self._runs(first, first + rows.shape[0]):
+            self.block(index)[slot : slot + count].copy_(rows[offset : offset + count])
+
+    def read(self, first: int, stop: int) -> torch.Tensor:
+        """Rows of positions first..stop-1, concatenated."""
+        runs = self._runs(first, stop)
+        return torch.cat([self.block(index)[slot : slot + count] for _, index, slot, count in runs])
+
+    def _runs(self, first: int, stop: int) -> list[tuple[int, int, int, int]]:
+        """Positions first..stop-1 as runs within one block: (offset, block, row in block, count)."""
+        runs = []
+        position = first
+        while position < stop:
+            slot = position if self.ring is None else position % self.ring
+            index, row = divmod(slot, BLOCK)
+            count = min(self.rows_of_block(index) - row, stop - position)
+            runs.append((position - first, index, row, count))
+            position += count
+        return runs
+
+    def truncate(self, length: int) -> None:
+        """Let go of the blocks that no slot below `length` lies in."""
+        self._release((length + BLOCK - 1) // BLOCK)
+
+    def clear(self) -> None:
+        self._release(0)
+
+    def _release(self, keep: int) -> None:
+        for block in self._blocks[keep:]:
+            block.owners.discard(self)
+        del self._blocks[keep:]
+
+    def fork(self) -> PagedRows:
+        """A page list with the same rows; the blocks are shared until either side writes."""
+        twin = PagedRows(self._make_block, self.ring)
+        twin._blocks, twin.table = list(self._blocks), self.table.clone()
+        for block in twin._blocks:
+            block.owners.add(twin)
+        self._shared = twin._shared = True
+        return twin
+
+    def entries(self, name: str, role: Role, length: int, cold_below: int = 0) -> list[LedgerEntry]:
+        """One ledger entry a block, and the table; blocks wholly below `cold_below` are tier cold."""
+        live = self.live_rows(length)
+        listed = []
+        for index, block in enumerate(self._blocks):
+            rows = self.rows_of_block(index)
+            used = max(0, min(rows, live - index * BLOCK))
+            row_bytes = block.tensor.untyped_storage().nbytes() // rows
+            cold = self.ring is None and (index + 1) * BLOCK <= cold_below
+            listed.append(entry(name, role, block.tensor, used * row_bytes, "cold" if cold else "hot"))
+        listed.append(entry("block tables", "workspace", self.table, 8 * len(self._blocks)))
+        return listed

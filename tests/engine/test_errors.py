@@ -1,0 +1,169 @@
+"""The five engine errors, raised where they should be, and an engine that survives them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import larql_kv as lk
+from larql_kv import errors
+from larql_kv.model.model import Model
+from tests import tiny_models
+from tests.models import SPECS, tiny
+
+each_engine = pytest.mark.parametrize("spec", SPECS)
+
+
+def test_exactly_five_kinds_with_the_seeds_recoverability() -> None:
+    kinds = {kind.__name__: kind.is_recoverable for kind in errors.EngineError.__subclasses__()}
+    assert kinds == {
+        "EmptyPrompt": True,
+        "BackendUnavailable": True,
+        "RetrievalMiss": True,
+        "InvariantViolation": False,
+        "BackendFailure": False,
+    }
+    assert lk.RetrievalMiss("no store").reason == "no store"
+    assert lk.InvariantViolation("x").what == "x"
+    assert lk.BackendFailure("y").details == "y"
+    assert lk.EmptyPrompt() == lk.EmptyPrompt()
+    assert lk.RetrievalMiss("a") != lk.RetrievalMiss("b")
+    assert lk.InvariantViolation("a") != lk.BackendFailure("a")
+    assert len({lk.RetrievalMiss("a"), lk.RetrievalMiss("a")}) == 1
+
+
+@each_engine
+def test_empty_prompt(spec: str) -> None:
+    engine = lk.build_engine(spec, tiny("llama"))
+    with pytest.raises(lk.EmptyPrompt):
+        engine.prefill([])
+    with pytest.raises(lk.EmptyPrompt):
+        next(engine.generate([]))
+    assert engine.tokens == []
+
+
+@each_engine
+def test_decode_before_prefill(spec: str) -> None:
+    engine = lk.build_engine(spec, tiny("llama"))
+    with pytest.raises(lk.InvariantViolation, match="before prefill"):
+        engine.decode_step(5)
+    engine.prefill([5])
+    engine.reset()
+    with pytest.raises(lk.InvariantViolation):
+        engine.decode_step(5)
+
+
+@each_engine
+@pytest.mark.parametrize("bad", [-1, 128, 10**9])
+def test_ids_outside_the_vocabulary(spec: str, bad: int) -> None:
+    engine = lk.build_engine(spec, tiny("llama"))
+    engine.prefill([5, 6])
+    for call in (lambda: engine.prefill([7, bad]), lambda: engine.decode_step(bad)):
+        with pytest.raises(lk.ModelError, match=f"{bad} is outside the vocabulary of 128"):
+            call()
+    assert engine.tokens == [5, 6]
+
+
+@each_engine
+def test_longer_than_the_context_is_refused_before_any_work(spec: str) -> None:
+    model = tiny("llama")
+    engine = lk.build_engine(spec, model)
+    limit = model.config.context
+    with pytest.raises(lk.ModelError, match=f"{limit + 1} tokens do not fit"):
+        engine.prefill([5] * (limit + 1))
+    assert engine.tokens == []
+    assert engine.ledger().total(role="canonical") == 0
+    engine.prefill([5] * limit)
+    with pytest.raises(lk.ModelError, match="do not fit"):
+        engine.decode_step(5)
+
+
+class _Breaking(lk.DenseFfn):
+    """Fails at its nth call."""
+
+    def __init__(self, model: Model, error: BaseException, at: int) -> None:
+        super().__init__(model)
+        self.error, self.left = error, at
+
+    def forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return super().forward(layer, x)
+
+
+@each_engine
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError(), KeyboardInterrupt(), lk.RemoteError("gone")])
+def test_a_failed_or_interrupted_call_leaves_the_engine_as_it_was(spec: str, family: str, error: BaseException) -> None:
+    model = tiny(family)
+    ids = tiny_models.sample_ids(30, model.config.vocab)
+    witness = lk.build_engine(spec, model)
+    witness.prefill(ids[:20])
+    broken = _Breaking(model, error, at=10**9)
+    engine = lk.build_engine(spec, model, ffn=broken)
+    engine.prefill(ids[:20])
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else lk.BackendFailure
+    for call in (lambda: engine.decode_step(7), lambda: engine.prefill(ids[:9])):
+        broken.left = 3  # dies in the third layer: two have written their rows
+        with pytest.raises(expected):
+            call()
+        assert engine.tokens == ids[:20]
+    for token in ids[20:]:
+        assert torch.equal(engine.decode_step(token), witness.decode_step(token))
+
+
+@each_engine
+def test_weights_that_give_no_numbers_are_a_backend_failure(spec: str) -> None:
+    model = tiny("llama")
+
+    class Corrupt(lk.DenseFfn):
+        def forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(layer, x) * float("nan")
+
+    with pytest.raises(lk.BackendFailure, match="not finite"):
+        lk.build_engine(spec, model, ffn=Corrupt(model)).prefill([5, 6])
+
+
+def test_residual_engines_check_their_preconditions_when_built() -> None:
+    model = tiny("llama")
+    strange = dataclasses.replace(model.config, kv_inputs=frozenset({"residual", "position", "layer 3's K/V"}))
+    doctored = dataclasses.replace(model, config=strange)
+    with pytest.raises(lk.ModelError, match="layer 3's K/V"):
+        lk.build_engine("markov-rs", doctored)
+    lk.build_engine("standard", doctored)
+
+
+def test_rows_made_under_another_ffn_are_not_continued() -> None:
+    model = tiny("llama")
+
+    class Other(lk.DenseFfn):
+        name = "other"
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+        __hash__ = object.__hash__
+
+    engine = lk.build_engine("standard", model)
+    engine.prefill([5, 6, 7])
+    with pytest.raises(lk.InvariantViolation, match="reset"):
+        lk.generate_with_engine(engine, Other(model), [5, 6, 7, 8], 3)
+    assert engine.tokens[:3] == [5, 6, 7]
+    same = lk.generate_with_engine(engine, lk.DenseFfn(model), [5, 6, 7, 8], 3)  # equal, not identical: goes on
+    assert len(same) == 3
+    engine.reset()
+    assert lk.generate_with_engine(engine, Other(model), [5, 6, 7, 8], 3) == same
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps", "toaster"])
+def test_a_device_without_a_backend(device: str) -> None:
+    with pytest.raises(lk.BackendUnavailable, match=device):
+        lk.load_model(tiny_models.model_dir("llama"), device=device)
+
+
+def test_an_unknown_dtype() -> None:
+    with pytest.raises(lk.ModelError, match="int3"):
+        lk.load_model(tiny_models.model_dir("llama"), dtype="int3")
