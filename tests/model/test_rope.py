@@ -165,7 +165,7 @@ def test_unsupported_rules_are_refused_by_name(kind: str) -> None:
         ({"rope_type": "linear", "factor": "2"}, "factor must be a number, got '2'"),
         ({"rope_type": "linear", "factor": True}, "factor must be a number, got True"),
         ({"rope_type": "linear", "factor": 0.0}, "factor must be positive"),
-        ({"rope_type": "linear", "factor": float("nan")}, "factor must be positive"),
+        ({"rope_type": "linear", "factor": float("nan")}, "factor must be a number, got nan"),
         (RULES["llama3"] | {"low_freq_factor": 4.0}, "low_freq_factor < high_freq_factor"),
         (RULES["llama3"] | {"original_max_position_embeddings": 0}, "original context must be positive"),
         (RULES["yarn"] | {"beta_fast": -1.0}, "betas must be positive"),

@@ -1,0 +1,1 @@
+"""Measuring engines on a real model: speed, bytes, promises. `larql bench` is `bench.cli`."""

@@ -25,7 +25,6 @@ class Answer:
 
     prompt_tokens: int
     reused_tokens: int = 0
-    recomputed_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish: str = "length"  # stop, length, context, or interrupted
@@ -117,7 +116,6 @@ def stream_answer(
 def _first_token(answer: Answer, engine: KvEngine, prefill_s: float, began: float | None) -> None:
     answer.prefill_s = prefill_s
     answer.reused_tokens = engine.reused_tokens
-    answer.recomputed_tokens = max(0, engine.recomputed_tokens)
     if began is not None:
         answer.first_token_s = seconds_since_start(began)
 

@@ -45,8 +45,7 @@ def state_summary(ledger: Ledger) -> str:
 
 def reuse_line(answer: Answer) -> str:
     """`reused N of M prompt tokens`, for every turn of a chat."""
-    again = f", {answer.recomputed_tokens} run again" if answer.recomputed_tokens else ""
-    return f"reused {answer.reused_tokens} of {answer.prompt_tokens} prompt tokens{again}"
+    return f"reused {answer.reused_tokens} of {answer.prompt_tokens} prompt tokens"
 
 
 def print_ledger(ledger: Ledger) -> None:
@@ -99,13 +98,16 @@ def run_dict(engine: KvEngine, answer: Answer, warnings: list[str]) -> dict[str,
         "finish": answer.finish,
         "prompt_tokens": answer.prompt_tokens,
         "reused_tokens": answer.reused_tokens,
-        "recomputed_tokens": answer.recomputed_tokens,
         "generated_tokens": len(answer.token_ids),
         "tokens_per_second": None if rate is None else round(rate, 2),
         "prefill_ms": round(1000 * answer.prefill_s, 3),
         "first_token_s": None if answer.first_token_s is None else round(answer.first_token_s, 3),
         "ledger": engine.ledger().to_dict(),
         **({"stages": stages.to_dict()} if stages else {}),
-        **({"top": [dict(zip(("id", "text", "p"), item, strict=True)) for item in answer.top]} if answer.top else {}),
+        **(
+            {"top": [dict(zip(("id", "text", "p"), item, strict=True)) for item in answer.top]}
+            if answer.top
+            else {}
+        ),
         "warnings": warnings,
     }

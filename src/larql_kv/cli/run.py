@@ -57,7 +57,8 @@ def run_command(
     engine: Annotated[
         str | None,
         typer.Option(
-            metavar="SPEC", help=f"Engine spec, e.g. markov-rs:window=256 (also {ENGINE_VARIABLE}). See: larql engines"
+            metavar="SPEC",
+            help=f"Engine spec, e.g. markov-rs:window=256 (also {ENGINE_VARIABLE}). See: larql engines",
         ),
     ] = None,
     kv_cache: Annotated[
@@ -70,7 +71,10 @@ def run_command(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            "-n", "--max-tokens", min=0, help=f"Most tokens to generate [{PROMPT_TOKENS}; in a chat {CHAT_TOKENS}]."
+            "-n",
+            "--max-tokens",
+            min=0,
+            help=f"Most tokens to generate [{PROMPT_TOKENS}; in a chat {CHAT_TOKENS}].",
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -84,7 +88,10 @@ def run_command(
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Show the K best first tokens; 1: off.")] = 1,
     raw: Annotated[
-        bool, typer.Option("--raw", help=f"Continue the prompt as it is, no chat template (also {RAW_VARIABLE}=1).")
+        bool,
+        typer.Option(
+            "--raw", help=f"Continue the prompt as it is, no chat template (also {RAW_VARIABLE}=1)."
+        ),
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message, before the first user message.")] = None,
     device: Annotated[str, typer.Option(help="Where to run.")] = "cpu",

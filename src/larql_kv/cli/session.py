@@ -36,7 +36,7 @@ def model_template(tokenizer: Tokenizer) -> Template | None:
         return None
     from larql_kv.model.chat import ChatTemplate
 
-    return ChatTemplate.of(tokenizer)
+    return ChatTemplate.from_tokenizer(tokenizer)
 
 
 class Session:

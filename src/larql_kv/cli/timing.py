@@ -17,7 +17,7 @@ def command_started_with_process() -> None:
 
 
 def seconds_since_start(default: float) -> float:
-    """Seconds since the command began; `default` (a perf_counter reading) when it is no process of its own."""
+    """Seconds since the command began, or since `default` (perf_counter) inside another process."""
     return time.perf_counter() - (_started if _started is not None else default)
 
 

@@ -21,21 +21,20 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 1_000_000  # loop turns, calls, operators, filters
-MAX_VALUE = 8 << 20  # characters (or elements) of one value
-MAX_TOTAL = 64 << 20  # characters and elements of all values made
-MAX_SECONDS = 5.0
+MAX_VALUE = 4 << 20  # characters (or elements) of one value
+MAX_TOTAL = 64 << 20  # characters of all values made; an element of a list counts as eight
+MAX_NODES = 200_000  # elements of one nested value
+MAX_SECONDS = 2.0
 MAX_INT_BITS = 4096
 
-_FILTERS = (
-    "abs capitalize count d default dictsort e escape first float int items last length list lower map max "
-    "min reject rejectattr reverse safe select selectattr sort string striptags title trim unique upper"
-).split()
-_STR_METHODS = frozenset(
-    "capitalize count endswith find format index isalnum isalpha isdigit islower isnumeric isspace istitle "
-    "isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit "
-    "rstrip split splitlines startswith strip swapcase title upper".split()
-)
-_WIDE = re.compile(r"\d{4,}|\*|\{[^{}]*\{")
+_FILTERS = """abs capitalize count d default dictsort e escape first float int items last length list lower
+    map max min reject rejectattr reverse safe select selectattr sort striptags title trim unique upper"""
+_STR_METHODS = """capitalize count endswith find format index isalnum isalpha isdigit islower isnumeric
+    isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex
+    rpartition rsplit rstrip split splitlines startswith strip swapcase title upper"""
+_STR_METHOD_SET = frozenset(_STR_METHODS.split())
+_WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
+_WIDE_FORMAT = re.compile(r"\{[^{}]*(\d{4}|\{)")
 
 
 class LimitError(Exception):
@@ -57,7 +56,11 @@ class Budget:
         if self.steps < 0:
             raise LimitError(f"more than {MAX_STEPS} steps")
         # The clock costs more than the rest of a step, and single steps are bounded.
-        if self.steps & 15 == 0 and time.monotonic() > self.deadline:
+        if self.steps & 15 == 0:
+            self.clock()
+
+    def clock(self) -> None:
+        if time.monotonic() > self.deadline:
             raise LimitError(f"more than {self.seconds:g} seconds")
 
     def size(self, count: int) -> None:
@@ -77,27 +80,35 @@ class Budget:
             if value.bit_length() > MAX_INT_BITS:
                 raise LimitError(f"an integer of {value.bit_length()} bits, the limit is {MAX_INT_BITS}")
         elif isinstance(value, list | tuple | dict | set | frozenset):
-            self.size(len(value))
+            self.size(8 * len(value))
             self.weigh(value)
         return value
 
-    def weigh(self, value: Any) -> None:
-        """Refuse a value whose text would be huge: nested references to one list double with each level."""
-        left = self.value_limit
+    def weigh(self, value: Any) -> int:
+        """About how long a value's text is; refused when huge (references to one list double per level)."""
+        if isinstance(value, str | bytes):
+            return len(value)
+        self.clock()
+        characters, nodes = 0, 1
         stack = [value]
         while stack:
             item = stack.pop()
-            left -= 1 + (len(item) if isinstance(item, str | bytes) else 0)
-            if left < 0:
-                raise LimitError(f"nested values of more than {self.value_limit} characters")
-            if isinstance(item, Mapping):
-                left -= 2 * len(item)
-                stack.extend(item.keys())
-                stack.extend(item.values())
+            if isinstance(item, str | bytes):
+                characters += len(item)
+            elif isinstance(item, Mapping):
+                nodes += 2 * len(item)
+                if nodes <= MAX_NODES:
+                    stack.extend(item.keys())
+                    stack.extend(item.values())
             elif isinstance(item, list | tuple | set | frozenset):
-                left -= len(item)
-                if left >= 0:
+                nodes += len(item)
+                if nodes <= MAX_NODES:
                     stack.extend(item)
+            if nodes > MAX_NODES or characters > self.value_limit:
+                raise LimitError(
+                    f"a nested value of more than {MAX_NODES} elements or {self.value_limit} characters"
+                )
+        return characters + 8 * nodes
 
 
 class _Namespace(Namespace):
@@ -160,12 +171,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,  # it would evaluate constants while compiling
+            finalize=self._printed,
             extensions=[_Generation, ext.loopcontrols],
         )
         self.budget = Budget()
         own = {"join": self._join, "replace": self._replace, "indent": self._indent, "tojson": self._tojson}
-        own |= {"round": self._round, "sum": self._sum}
-        kept = {name: self._counted(self.filters[name]) for name in _FILTERS}
+        own |= {"round": self._round, "sum": self._sum, "string": self._text}
+        kept = {name: self._counted(self.filters[name]) for name in _FILTERS.split()}
         self.filters = {**kept, **own}
         self.tests = {name: self._counted(test) for name, test in self.tests.items()}
         self.globals = {
@@ -187,8 +199,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def larql_made(self, value: Any) -> Any:
         return self.budget.made(value)
 
+    def _printed(self, value: Any) -> Any:
+        self.budget.weigh(value)
+        return value
+
+    def _text(self, value: Any) -> str:
+        self.budget.weigh(value)
+        return value if isinstance(value, str) else str(value)
+
     def larql_concat(self, *parts: Any) -> str:
-        texts = [part if isinstance(part, str) else str(part) for part in parts]
+        texts = [self._text(part) for part in parts]
         self.budget.step()
         self.budget.size(sum(map(len, texts)))
         return "".join(texts)
@@ -203,26 +223,28 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_INT_BITS:
                 raise LimitError(f"an integer of more than {MAX_INT_BITS} bits")
         elif operator == "%" and isinstance(left, str | bytes):
-            if isinstance(left, bytes) or _WIDE.search(left):
-                raise LimitError("a % format with a field width of its own")
-            self.budget.weigh(right)
+            if isinstance(left, bytes) or _WIDE_PERCENT.search(left):
+                raise LimitError("a % format with a wide field")
+            self.budget.size(len(left) + left.count("%") * self.budget.weigh(right))
         return self.budget.made(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls, measured; of a string's methods only those that cannot blow up, or after a look."""
-        owner = getattr(__obj, "__self__", None)
+        # The sandbox wraps str.format in a function that remembers it.
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str):
             name = getattr(__obj, "__name__", "")
-            if name not in _STR_METHODS:
+            if name not in _STR_METHOD_SET:
                 raise LimitError(f"the string method {name!r} is not available")
             if name == "replace":
                 _check_replace(__self.budget, owner, *args[:2])
             elif name == "join" and args:
                 args = (__self._joinable(owner, args[0]), *args[1:])
             elif name == "format":
-                if _WIDE.search(owner):
-                    raise LimitError("a format with a field width of its own")
-                __self.budget.weigh([*args, *kwargs.values()])
+                if _WIDE_FORMAT.search(owner):
+                    raise LimitError("a format with a wide field")
+                weight = __self.budget.weigh([*args, *kwargs.values()])
+                __self.budget.size(len(owner) + owner.count("{") * weight)
         elif isinstance(owner, bytes):
             raise LimitError("methods of bytes are not available")
         result = super().call(__context, __obj, *args, **kwargs)
@@ -241,8 +263,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         texts: list[str] = []
         for value in values:
             self.budget.step()
-            texts.append(value if isinstance(value, str) else str(value))
-            self.budget.size(len(texts[-1]) + len(separator))
+            texts.append(self._text(value))
         self.budget.size(sum(map(len, texts)) + len(separator) * len(texts))
         return texts
 
@@ -259,8 +280,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _indent(self, s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
         text = str(s)
         pad = width if isinstance(width, str) else " " * min(max(width, 0), 1000)
-        lines = text.splitlines() or [""]
-        self.budget.size(len(text) + len(pad) * len(lines))
+        self.budget.size(len(text) + len(pad) * (1 + len(text.splitlines())))
         text += "\n"  # jinja2's own rule: the last newline takes part, then goes
         lines = text.splitlines()
         out = [lines[0], *(pad + line if line or blank else line for line in lines[1:])]

@@ -142,8 +142,8 @@ def _layers(file: GgufFile, keys: _Keys, config: ModelConfig, count: int) -> tup
     ):
         if keys.optional_integer(key) not in (None, head_dim):
             raise ModelError(
-                f"{file.path}: {keys.architecture}.{key} = {keys.value(key)}, expected the head's {head_dim}: "
-                "heads are rotated whole and are of one size"
+                f"{file.path}: {keys.architecture}.{key} = {keys.value(key)}, expected the head's "
+                f"{head_dim}: heads are rotated whole and are of one size"
             )
     base = keys.optional_number("rope.freq_base") or (1e6 if keys.architecture == "gemma3" else 1e4)
     rope = resolve_rope(base, head_dim, _scaling(keys, config.context))

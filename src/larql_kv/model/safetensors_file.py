@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -153,7 +153,7 @@ def _entry(path: Path, name: str, entry: Any, available: int) -> tuple[str, tupl
     return kind, tuple(shape), begin, end
 
 
-def _naturals(values: Any) -> bool:
+def _naturals(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 

@@ -1,6 +1,7 @@
 """Attention over a layer's K/V store, and appending to it.
 
-A block is a tensor (2, kv_heads, 64, hd), K then V, float32 or bf16; the last block of a ring has ring % 64 rows
+A block is a tensor (2, kv_heads, 64, hd), K then V, float32 or bf16; the last block of a ring has ring % 64
+rows
 when that is not zero. A result's bits depend on the query, the attended rows and their positions only: not on
 where the rows lie (ring, blocks, new), nor on how the tokens were cut into calls, nor on threads.
 """
@@ -22,7 +23,8 @@ _TASK_QUERIES = 24  # vector queries of a prefill task: their scores share one p
 
 @dataclass(frozen=True)
 class KvView:
-    """Where one layer's past rows lie. Position p is slot p (or p % ring), in block slot // 64, row slot % 64."""
+    """Where one layer's past rows lie. Position p is slot p (or p % ring), in block slot // 64, row slot %
+    64."""
 
     table: Tensor  # int64 (blocks,): addresses of the blocks
     rows_per_block: int = KV_BLOCK_ROWS
@@ -33,7 +35,9 @@ class KvView:
         if self.table.dtype is not torch.int64 or self.table.dim() != 1 or not self.table.is_contiguous():
             raise ValueError(f"table must be contiguous int64 (blocks,), got {self.table.dtype}")
         if self.rows_per_block != KV_BLOCK_ROWS or self.ring < 0:
-            raise ValueError(f"rows_per_block must be 64 and ring >= 0, got {self.rows_per_block}, {self.ring}")
+            raise ValueError(
+                f"rows_per_block must be 64 and ring >= 0, got {self.rows_per_block}, {self.ring}"
+            )
 
     def check_holds(self, rows: int) -> None:
         """Raises ValueError unless the table has blocks for positions 0..rows-1 (a ring: for the ring)."""
@@ -45,7 +49,9 @@ class KvView:
 def _check_new(k_new: Tensor, v_new: Tensor) -> None:
     for name, t in (("k_new", k_new), ("v_new", v_new)):
         if t.dtype is not torch.float32 or t.dim() != 3 or not t.is_contiguous():
-            raise ValueError(f"{name} must be contiguous float32 (n, kv_heads, hd), got {t.dtype} {tuple(t.shape)}")
+            raise ValueError(
+                f"{name} must be contiguous float32 (n, kv_heads, hd), got {t.dtype} {tuple(t.shape)}"
+            )
     if k_new.shape != v_new.shape:
         raise ValueError(f"k_new {tuple(k_new.shape)} and v_new {tuple(v_new.shape)} differ")
 
@@ -63,8 +69,10 @@ def attend(
 ) -> Tensor:
     """q (n, heads, hd), k_new and v_new (n, kv_heads, hd), float32 -> (n, heads*hd) float32.
 
-    Row i stands at P = first_position + i and attends max(past_start, P-window+1)..P (from past_start without a
-    window): positions before first_position from the view, the others from k_new/v_new, whose values the caller
+    Row i stands at P = first_position + i and attends max(past_start, P-window+1)..P (from past_start
+    without a
+    window): positions before first_position from the view, the others from k_new/v_new, whose values the
+    caller
     has rounded to the store's dtype. softcap: s = cap*tanh(s/cap) after the scale.
     """
     _check_new(k_new, v_new)
@@ -89,7 +97,8 @@ def attend(
     threads = sync_threads()
     width, group = (hd + 15) // 16, heads // kv_heads
     shape = (
-        q.data_ptr(), k_new.data_ptr(), v_new.data_ptr(), n, heads, kv_heads, hd, view.table.data_ptr(), view.ring,
+        q.data_ptr(), k_new.data_ptr(), v_new.data_ptr(), n, heads, kv_heads, hd, view.table.data_ptr(),
+        view.ring,
         int(view.dtype_is_bf16), first_position, window or 0, past_start, out.data_ptr(),
     )  # fmt: skip
     cap = 0.0 if softcap is None else softcap
@@ -115,7 +124,8 @@ def attend(
 
 
 def append_rows(k_new: Tensor, v_new: Tensor, view: KvView, first_position: int, skip: int = 0) -> None:
-    """Write rows skip.. of k_new, v_new (n, kv_heads, hd) float32 into their slots (rounded when the store is bf16).
+    """Write rows skip.. of k_new, v_new (n, kv_heads, hd) float32 into their slots (rounded when the store
+    is bf16).
 
     In a ring, later rows overwrite earlier ones, as they should.
     """

@@ -1,4 +1,5 @@
-"""Parallel kernels of attention over K/V blocks, rings and new rows. Words: a "vector query" m = row*group + head
+"""Parallel kernels of attention over K/V blocks, rings and new rows. Words: a "vector query" m = row*group
++ head
 is one query head of one row; `group` of them share a K/V head. Positions are absolute.
 """
 
@@ -23,8 +24,9 @@ from larql_kv.backends.cpu.simd import peek_f32, peek_i64, poke_f32
 
 
 @njit(inline="never", error_model="numpy")
-def _run(store, head, p, end):  # type: ignore[no-untyped-def]
-    """(K address, V address, row stride, rows, is_bf16) of the longest run of rows at p..end-1 in one place."""
+def _run(store, head, p, end):
+    """(K address, V address, row stride, rows, is_bf16) of the longest run of rows at p..end-1 in one
+    place."""
     table, ring, is_bf16, k_new, v_new, first_position, kv_heads, hd = store
     if p >= first_position:
         at = ((p - first_position) * kv_heads + head) * hd * 4
@@ -39,7 +41,7 @@ def _run(store, head, p, end):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never", error_model="numpy")
-def _padded(run, hd, tile, want_v):  # type: ignore[no-untyped-def]
+def _padded(run, hd, tile, want_v):
     """(address, stride, is_bf16) of a run's K (or V) rows; copied to `tile` when hd is no multiple of 16."""
     k, v, stride, rows, is_bf16 = run
     src = v if want_v else k
@@ -53,13 +55,13 @@ def _padded(run, hd, tile, want_v):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never", error_model="numpy")
-def _low(position, window, past_start):  # type: ignore[no-untyped-def]
+def _low(position, window, past_start):
     """First position that the query at `position` attends."""
     return max(past_start, position - window + 1) if window > 0 else past_start
 
 
 @njit(inline="never", error_model="numpy")
-def _score_span(store, head, rows, group, span, limits, queries, scores, tile):  # type: ignore[no-untyped-def]
+def _score_span(store, head, rows, group, span, limits, queries, scores, tile):
     """Scores of keys span[0]..span[1]-1 for the vector queries of rows rows[0]..rows[1]-1.
 
     queries: address, 16-padded float32 vectors; scores: (address, stride, base position)
@@ -92,8 +94,9 @@ def _score_span(store, head, rows, group, span, limits, queries, scores, tile): 
 
 
 @njit(inline="never", error_model="numpy")
-def _sum_part(is_bf16, v, stride, start, stop, m, last, scores, sums, width, first_vector, vectors):  # type: ignore[no-untyped-def]
-    """sums[m..last] += weights * V rows start..stop-1 (v: the row at `start`), vectors first_vector.. only."""
+def _sum_part(is_bf16, v, stride, start, stop, m, last, scores, sums, width, first_vector, vectors):
+    """sums[m..last] += weights * V rows start..stop-1 (v: the row at `start`), vectors first_vector..
+    only."""
     s_at, s_stride, base = scores
     count = stop - start
     if count <= 0:
@@ -118,8 +121,9 @@ def _sum_part(is_bf16, v, stride, start, stop, m, last, scores, sums, width, fir
 
 
 @njit(inline="never", error_model="numpy")
-def _sum_span(store, head, rows, group, limits, scores, sums, tile, first_vector, vectors):  # type: ignore[no-untyped-def]
-    """Weighted sums of V rows for the vector queries of rows rows[0]..rows[1]-1, each in the order of position.
+def _sum_span(store, head, rows, group, limits, scores, sums, tile, first_vector, vectors):
+    """Weighted sums of V rows for the vector queries of rows rows[0]..rows[1]-1, each in the order of
+    position.
 
     Four queries go together where all four attend a row; what only some attend is added one by one.
     """
@@ -144,7 +148,20 @@ def _sum_span(store, head, rows, group, limits, scores, sums, tile, first_vector
             for i in range(m, last + 1):  # before the common rows
                 a = max(p, _low(first + i // group, window, past_start))
                 b = min(start_all, first + i // group + 1)
-                _sum_part(is_bf16, v + (a - p) * stride, stride, a, b, i, i, scores, sums, width, first_vector, vectors)
+                _sum_part(
+                    is_bf16,
+                    v + (a - p) * stride,
+                    stride,
+                    a,
+                    b,
+                    i,
+                    i,
+                    scores,
+                    sums,
+                    width,
+                    first_vector,
+                    vectors,
+                )
             _sum_part(
                 is_bf16, v + (start_all - p) * stride, stride, start_all, stop_all, m, last,
                 scores, sums, width, first_vector, vectors,
@@ -152,13 +169,26 @@ def _sum_span(store, head, rows, group, limits, scores, sums, tile, first_vector
             for i in range(m, last + 1):  # after them
                 a = max(stop_all, _low(first + i // group, window, past_start))
                 b = min(stop, first + i // group + 1)
-                _sum_part(is_bf16, v + (a - p) * stride, stride, a, b, i, i, scores, sums, width, first_vector, vectors)
+                _sum_part(
+                    is_bf16,
+                    v + (a - p) * stride,
+                    stride,
+                    a,
+                    b,
+                    i,
+                    i,
+                    scores,
+                    sums,
+                    width,
+                    first_vector,
+                    vectors,
+                )
             m += 4
         p = stop
 
 
 @njit(inline="never", error_model="numpy")
-def _load_queries(q, rows, heads, group, head, hd, queries, sums):  # type: ignore[no-untyped-def]
+def _load_queries(q, rows, heads, group, head, hd, queries, sums):
     """Copy the vector queries of a K/V head to 16-padded vectors, and clear their sums."""
     width = (hd + 15) >> 4
     m = 0
@@ -172,7 +202,7 @@ def _load_queries(q, rows, heads, group, head, hd, queries, sums):  # type: igno
 
 
 @njit(inline="never", error_model="numpy")
-def _finish(out, rows, heads, group, head, hd, sums, totals):  # type: ignore[no-untyped-def]
+def _finish(out, rows, heads, group, head, hd, sums, totals):
     """out = sums / softmax totals."""
     width = (hd + 15) >> 4
     m = 0
@@ -188,8 +218,9 @@ def _finish(out, rows, heads, group, head, hd, sums, totals):  # type: ignore[no
 def prefill_kernel(
     q, k_new, v_new, n, heads, kv_heads, hd, table, ring, is_bf16, first_position, window, past_start, out,
     task_rows, scratch, scratch_bytes, s_stride, scale, cap,
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    """A task is one K/V head and `task_rows` rows. Scratch of a thread: queries, sums, totals, tile, scores."""
+):  # fmt: skip
+    """A task is one K/V head and `task_rows` rows. Scratch of a thread: queries, sums, totals, tile,
+    scores."""
     group = heads // kv_heads
     store = (table, ring, is_bf16, k_new, v_new, first_position, kv_heads, hd)
     limits = (window, past_start)
@@ -227,10 +258,12 @@ def prefill_kernel(
 def decode_kernel(
     q, k_new, v_new, n, heads, kv_heads, hd, table, ring, is_bf16, first_position, window, past_start, out,
     chunk, split, scratch, tiles, s_stride, scale, cap,
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Few rows: scores in parallel over chunks of keys, softmax over vector queries, sums over parts of the head.
+):  # fmt: skip
+    """Few rows: scores in parallel over chunks of keys, softmax over vector queries, sums over parts of the
+    head.
 
-    Scratch: queries, sums, totals, scores; tiles: one per thread; split: vectors of the head size a task sums.
+    Scratch: queries, sums, totals, scores; tiles: one per thread; split: vectors of the head size a task
+    sums.
     """
     group = heads // kv_heads
     store = (table, ring, is_bf16, k_new, v_new, first_position, kv_heads, hd)
@@ -280,7 +313,7 @@ def decode_kernel(
 
 
 @kernel(ints=10, parallel=False)
-def append_kernel(k_new, v_new, first, n, kv_heads, hd, table, ring, is_bf16, first_position):  # type: ignore[no-untyped-def]
+def append_kernel(k_new, v_new, first, n, kv_heads, hd, table, ring, is_bf16, first_position):
     """Write rows first..n-1 of the new K/V into their slots."""
     item = 2 if is_bf16 != 0 else 4
     for row in range(first, n):

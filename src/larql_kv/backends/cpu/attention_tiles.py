@@ -1,7 +1,8 @@
 """Microkernels of attention: scores of key tiles, softmax of a row of scores, weighted sums of value rows.
 
 What fixes the bits: a score is a function of its query and key row only (lanes d mod 16, then one tree); the
-softmax denominator sums in lanes p mod 16 of the absolute position p; a weighted sum runs over p one after the
+softmax denominator sums in lanes p mod 16 of the absolute position p; a weighted sum runs over p one after
+the
 other. So neither the place a row was read from nor the shape of the call can change a result.
 """
 
@@ -72,7 +73,7 @@ def _scores_body(is_bf16: bool) -> Callable[..., None]:
 
 
 @intrinsic
-def scores_run(_typing, is_bf16, k, k_stride, count, vectors, q0, q1, q2, q3, s0, s1, s2, s3):  # type: ignore[no-untyped-def]
+def scores_run(_typing, is_bf16, k, k_stride, count, vectors, q0, q1, q2, q3, s0, s1, s2, s3):
     """s_i[0..count) = dot(q_i, key row) for 4 queries.
 
     k: first key row (bf16 or float32), stride in bytes; vectors = padded head size / 16.
@@ -127,7 +128,7 @@ def _sums(e: Emit, is_bf16: Value, width: Value, args: list[Value], queries: int
 
 
 @intrinsic
-def sums_run_4(_typing, is_bf16, width, v, v_stride, count, e0, e1, e2, e3, o0, o1, o2, o3):  # type: ignore[no-untyped-def]
+def sums_run_4(_typing, is_bf16, width, v, v_stride, count, e0, e1, e2, e3, o0, o1, o2, o3):
     """o_i[0..16*width) += sum over p in order of e_i[p] * v[p]; width in 1, 2, 4; is_bf16 in 0, 1."""
 
     def body(e: Emit, is_bf16: Value, width: Value, *args: Value) -> None:
@@ -137,7 +138,7 @@ def sums_run_4(_typing, is_bf16, width, v, v_stride, count, e0, e1, e2, e3, o0, 
 
 
 @intrinsic
-def sums_run_1(_typing, is_bf16, width, v, v_stride, count, e0, o0):  # type: ignore[no-untyped-def]
+def sums_run_1(_typing, is_bf16, width, v, v_stride, count, e0, o0):
     """`sums_run_4` for a single query."""
 
     def body(e: Emit, is_bf16: Value, width: Value, *args: Value) -> None:
@@ -179,9 +180,10 @@ def _softmax_body(has_cap: bool) -> Callable[..., Value]:
 
 
 @intrinsic
-def softmax_row(_typing, s, first, last, scale, cap):  # type: ignore[no-untyped-def]
+def softmax_row(_typing, s, first, last, scale, cap):
     """In place on s[first..last] (inclusive; s[0] at an absolute position that is a multiple of 16):
-    exp(x - max x) with x = scale*s, or cap*tanh(scale*s/cap) when cap > 0. Returns the sum. The other lanes of the
+    exp(x - max x) with x = scale*s, or cap*tanh(scale*s/cap) when cap > 0. Returns the sum. The other lanes
+    of the
     first and last group of 16 are overwritten with zeros."""
     signature = types.float32(types.int64, types.int64, types.int64, types.float32, types.float32)
 
@@ -206,7 +208,7 @@ def softmax_row(_typing, s, first, last, scale, cap):  # type: ignore[no-untyped
 
 
 @intrinsic
-def divide_vectors(_typing, src, dst, vectors, divisor):  # type: ignore[no-untyped-def]
+def divide_vectors(_typing, src, dst, vectors, divisor):
     """dst[0..16*vectors) = src / divisor."""
 
     def body(e: Emit, src: Value, dst: Value, vectors: Value, divisor: Value) -> None:
@@ -218,7 +220,7 @@ def divide_vectors(_typing, src, dst, vectors, divisor):  # type: ignore[no-unty
 
 
 @intrinsic
-def zero_vectors(_typing, dst, vectors):  # type: ignore[no-untyped-def]
+def zero_vectors(_typing, dst, vectors):
     """dst[0..16*vectors) = 0."""
 
     def body(e: Emit, dst: Value, vectors: Value) -> None:
@@ -229,8 +231,9 @@ def zero_vectors(_typing, dst, vectors):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def copy_row(_typing, src, dst, count, src_bf16, dst_bf16):  # type: ignore[no-untyped-def]
-    """dst[0..count) = src[0..count): float32 -> float32, bf16 -> float32, or float32 -> bf16 (nearest even)."""
+def copy_row(_typing, src, dst, count, src_bf16, dst_bf16):
+    """dst[0..count) = src[0..count): float32 -> float32, bf16 -> float32, or float32 -> bf16 (nearest
+    even)."""
 
     def mover(from_bf16: bool, to_bf16: bool) -> Callable[..., None]:
         def body(e: Emit, src: Value, dst: Value, count: Value) -> None:

@@ -22,7 +22,7 @@ def _read_body(e: Emit, data: Any, groups: Any, out: Any) -> None:
 
 
 @intrinsic
-def read_groups(_typing, data, groups, out):  # type: ignore[no-untyped-def]
+def read_groups(_typing, data, groups, out):
     """Read groups of 64 float32; their lane sums go to out[64], so that no load can be left out."""
 
     def body(e: Emit, *args: Any) -> None:
@@ -32,6 +32,6 @@ def read_groups(_typing, data, groups, out):  # type: ignore[no-untyped-def]
 
 
 @kernel(ints=4)
-def read_kernel(data, groups, threads, out):  # type: ignore[no-untyped-def]
+def read_kernel(data, groups, threads, out):
     for t in prange(threads):
         read_groups(data + t * groups * 256, groups, out + t * 256)

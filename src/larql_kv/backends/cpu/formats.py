@@ -4,17 +4,17 @@ The output rows of a matrix are cut into blocks of 64 (the last one zero padded)
 along k (the input features); in a record every array has the 64 outputs innermost, so that vector lanes are
 outputs and no reduction ever crosses lanes:
 
-| format    | k a record | record                                                              | weight           |
-|-----------|-----------:|---------------------------------------------------------------------|------------------|
-| f32       |          1 | f32[64]                                                             | as stored        |
-| bf16, f16 |          1 | u16[64] / f16[64]                                                   | as stored        |
-| i8        |         32 | scale f16[64], q i8[32][64]                                         | q*scale          |
-| i8_k      |        256 | d f16[64], 16 x (sc i8[64], q i8[16][64])                           | q*(d*sc)         |
-| i8m       |         32 | scale f16[64], min f16[64], q i8[32][64]                            | q*scale + min    |
-| i8m_k     |        256 | d f16[64], dmin f16[64], 8 x (sc u8[64], m u8[64], q i8[32][64])    | q*(d*sc)-(dmin*m)|
-| u4z       |         32 | scale f16[64], q u32[4][64]                                         | q*scale - 8*scale|
-| u4m       |         32 | scale f16[64], min f16[64], q u32[4][64]                            | q*scale + min    |
-| u4m_k     |        256 | d f16[64], dmin f16[64], 8 x (sc u8[64], m u8[64], q u32[4][64])    | q*(d*sc)-(dmin*m)|
+| format    | k a record | record                                                         | weight           |
+|-----------|-----------:|----------------------------------------------------------------|------------------|
+| f32       |          1 | f32[64]                                                        | as stored        |
+| bf16, f16 |          1 | u16[64] / f16[64]                                              | as stored        |
+| i8        |         32 | scale f16[64], q i8[32][64]                                    | q*scale          |
+| i8_k      |        256 | d f16[64], 16 x (sc i8[64], q i8[16][64])                      | q*(d*sc)         |
+| i8m       |         32 | scale f16[64], min f16[64], q i8[32][64]                       | q*scale + min    |
+| i8m_k     |        256 | d f16[64], dmin f16[64], 8 x (sc u8[64], m u8[64], q i8[32][64]) | q*(d*sc)-(dmin*m)|
+| u4z       |         32 | scale f16[64], q u32[4][64]                                    | q*scale - 8*scale|
+| u4m       |         32 | scale f16[64], min f16[64], q u32[4][64]                       | q*scale + min    |
+| u4m_k     |        256 | d f16[64], dmin f16[64], 8 x (sc u8[64], m u8[64], q u32[4][64]) | q*(d*sc)-(dmin*m)|
 
 A u32 holds the 4-bit codes of 8 consecutive k, the first one lowest. Every product above is exact in float32
 (at most 24 significant bits), so one fma gives the bits of the reference dequantisation, which rounds once.
@@ -192,8 +192,9 @@ MAX_PANEL_ROWS = 6  # the same for a float32 panel: 24 accumulators and 4 weight
 
 
 @intrinsic
-def block_rows(_typing, code, rows, w, records, x, x_stride, out, out_stride):  # type: ignore[no-untyped-def]
-    """out[rows][64] += block * x[rows]; rows in 1, 2, 4 (f32: also 6), `code` a format's; strides in bytes."""
+def block_rows(_typing, code, rows, w, records, x, x_stride, out, out_stride):
+    """out[rows][64] += block * x[rows]; rows in 1, 2, 4 (f32: also 6), `code` a format's; strides in
+    bytes."""
 
     def body(e: Emit, code: Value, rows: Value, *args: Value) -> None:
         cases = {}
@@ -207,7 +208,7 @@ def block_rows(_typing, code, rows, w, records, x, x_stride, out, out_stride):  
 
 
 @intrinsic
-def block_panel(_typing, code, w, records, panel):  # type: ignore[no-untyped-def]
+def block_panel(_typing, code, w, records, panel):
     """panel[records*record_k][64] float32 = the dequantised records."""
 
     def body(e: Emit, code: Value, *args: Value) -> None:
@@ -221,7 +222,7 @@ def block_panel(_typing, code, w, records, panel):  # type: ignore[no-untyped-de
 
 
 @intrinsic
-def zero64(_typing, addr):  # type: ignore[no-untyped-def]
+def zero64(_typing, addr):
     """Store 64 float32 zeros."""
 
     def body(e: Emit, addr: Value) -> None:
@@ -248,7 +249,7 @@ def _copy64(e: Emit, src: Value, bias: Value, out: Value, count: Value) -> None:
 
 
 @intrinsic
-def copy64(_typing, src, bias, out, count):  # type: ignore[no-untyped-def]
+def copy64(_typing, src, bias, out, count):
     """out[:count] = src[:count] (+ bias[:count] when bias is no null address); count <= 64."""
 
     def body(e: Emit, *args: Value) -> None:

@@ -67,7 +67,9 @@ class PackedLinear:
     The float32 products are "invariant": a row's bits depend on that row and the weight only.
     """
 
-    def __init__(self, parts: list[Part], in_features: int, *, gemm_bf16: bool, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, parts: list[Part], in_features: int, *, gemm_bf16: bool, bias: Tensor | None = None
+    ) -> None:
         self.parts = parts
         self.in_features = in_features
         self.out_features = sum(part.outputs for part in parts)
@@ -76,7 +78,15 @@ class PackedLinear:
         self._bf16: Tensor | None = None
         # The arguments of a decode step that never change, so that a call only fills in x and out.
         self._fixed = [
-            (p.fmt, p.data.data_ptr(), p.blocks, p.block_bytes, in_features // p.fmt.record_k, p.first, p.outputs)
+            (
+                p.fmt,
+                p.data.data_ptr(),
+                p.blocks,
+                p.block_bytes,
+                in_features // p.fmt.record_k,
+                p.first,
+                p.outputs,
+            )
             for p in parts
         ]
 
@@ -99,7 +109,9 @@ class PackedLinear:
     @property
     def nbytes(self) -> int:
         """Bytes that one decode step reads."""
-        return sum(part.data.numel() for part in self.parts) + (0 if self._bias is None else self._bias.nbytes)
+        return sum(part.data.numel() for part in self.parts) + (
+            0 if self._bias is None else self._bias.nbytes
+        )
 
     @property
     def resident_bytes(self) -> int:
@@ -117,7 +129,8 @@ class PackedLinear:
     def __call__(self, x: Tensor, invariant: bool = False) -> Tensor:
         """x (n, in_features) float32 contiguous -> (n, out_features) float32.
 
-        With more than a few rows and `gemm_bf16`, and unless `invariant`, x is rounded to bf16 and multiplied by
+        With more than a few rows and `gemm_bf16`, and unless `invariant`, x is rounded to bf16 and
+        multiplied by
         the weight in bf16; otherwise the product is float32 and row-invariant.
         """
         n = check_rows(x, self.in_features)
@@ -152,7 +165,8 @@ class PackedLinear:
         return _thread_scratch("small", threads, 4 * BLOCK)
 
     def gated_plan(self) -> tuple[int, ...] | None:
-        """(code, address, block bytes) of the first and of the second half of the outputs, then the records a block;
+        """(code, address, block bytes) of the first and of the second half of the outputs, then the records
+        a block;
         None where the halves do not start on blocks of one record size, or there is a bias."""
         return self._plan
 
@@ -202,7 +216,8 @@ def _thread_scratch(name: str, threads: int, floats: int) -> int:
 def pack_linear(raws: list[RawTensor], *, gemm_bf16: bool) -> PackedLinear:
     """Concatenate the output rows of matrices (out_i, in) and pack them.
 
-    Kinds with an own packed format keep their bits; every other kind is dequantised to float32. Raises ValueError
+    Kinds with an own packed format keep their bits; every other kind is dequantised to float32. Raises
+    ValueError
     when the input sizes differ or a matrix is not one.
     """
     if not raws:
@@ -223,7 +238,10 @@ def pack_linear(raws: list[RawTensor], *, gemm_bf16: bool) -> PackedLinear:
     parts, first = [], 0
     for kind, members in runs:
         addresses = np.concatenate(
-            [data.ctypes.data + np.arange(rows, dtype=np.int64) * data.strides[0] for _, data, rows in members]
+            [
+                data.ctypes.data + np.arange(rows, dtype=np.int64) * data.strides[0]
+                for _, data, rows in members
+            ]
         )
         parts.append(_pack_part(kind, addresses, inputs, first))
         first += len(addresses)
@@ -239,7 +257,9 @@ def _stored_rows(raw: RawTensor, inputs: int) -> tuple[str, np.ndarray]:
         expected = (raw.shape[0], inputs // weights * size)
         data = raw.data
         if data.size != expected[0] * expected[1]:
-            raise ValueError(f"{raw.name}: {data.size} bytes for {raw.shape} in {raw.kind}, expected {expected}")
+            raise ValueError(
+                f"{raw.name}: {data.size} bytes for {raw.shape} in {raw.kind}, expected {expected}"
+            )
         if data.shape != expected or data.dtype != np.uint8 or data.strides[1] != 1:
             data = np.ascontiguousarray(data).view(np.uint8).reshape(expected)
         return raw.kind, data
@@ -285,7 +305,7 @@ class EmbeddingTable:
             raise ValueError(f"ids must be int64 (n,), got {ids.dtype} {tuple(ids.shape)}")
         n = ids.shape[0]
         ids = ids.contiguous()
-        if n and not (0 <= int(ids.min()) and int(ids.max()) < self.vocabulary):
+        if n and not (int(ids.min()) >= 0 and int(ids.max()) < self.vocabulary):
             raise ValueError(f"token ids must lie in 0..{self.vocabulary - 1}")
         if not self._compiled:
             values = torch.from_numpy(self.raw.dequantize(ids.numpy()).reshape(n, self.hidden))

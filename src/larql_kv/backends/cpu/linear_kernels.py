@@ -20,7 +20,7 @@ PAD = 64 * 4  # bytes of one 64-wide float32 row
 @kernel(ints=14)
 def small_kernel(
     code, n, x, x_stride, w, blocks, block_bytes, records, out, out_stride, outputs, bias, pad, max_rows
-):  # type: ignore[no-untyped-def]
+):
     """n rows (few) times every block. `pad`: (threads, 4, 64) float32 scratch."""
     for b in prange(blocks):
         acc = pad + get_thread_id() * 4 * 256
@@ -40,9 +40,10 @@ def small_kernel(
 
 @kernel(ints=16)
 def panel_kernel(
-    code, n, x, x_stride, w, blocks, block_bytes, records, record_k, record_bytes, out, out_stride, outputs, bias,
+    code, n, x, x_stride, w, blocks, block_bytes, records, record_k, record_bytes, out, out_stride, outputs,
+    bias,
     pad, row_chunk,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """n rows (many): dequantise PANEL_K x 64 weights to scratch, then 6 x 64 register blocks.
 
     `pad`: per thread PANEL_K rows of 64 float32 (the panel), then ROW_CHUNK rows of accumulators.
@@ -75,7 +76,7 @@ def panel_kernel(
 
 
 @kernel(ints=10)
-def unpack_bf16_kernel(code, w, blocks, block_bytes, records, record_k, record_bytes, out, outputs, pad):  # type: ignore[no-untyped-def]
+def unpack_bf16_kernel(code, w, blocks, block_bytes, records, record_k, record_bytes, out, outputs, pad):
     """(outputs, in) row-major bf16 (nearest even) from the packed form. `pad` as in `panel_kernel`."""
     step = PANEL_K // record_k
     inputs = records * record_k

@@ -21,7 +21,8 @@ from larql_kv.backends.cpu.runtime import precompile_all, sync_threads
 
 
 def precompile() -> int:
-    """Compile every kernel (about a minute on a new machine) or load it from numba's cache (a fraction of a second).
+    """Compile every kernel (about a minute on a new machine) or load it from numba's cache (a fraction of a
+    second).
 
     Returns the number of kernels.
     """

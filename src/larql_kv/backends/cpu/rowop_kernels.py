@@ -1,4 +1,5 @@
-"""Kernels of the row operations. Sums of squares have four vectors of lanes and one tree: one order for all."""
+"""Kernels of the row operations. Sums of squares have four vectors of lanes and one tree: one order for
+all."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def _squares_body(rounded: bool) -> Callable[..., Value]:
             for j in range(4):
                 square(e.plus(e.times(four, 256), 64 * j), None, sums[j])
         done = e.b.and_(count, e.i64(-64))
-        _each_vector(e, e.b.sub(count, done), lambda off, mask: square(e.plus(e.times(done, 4), off), mask, sums[0]))
+        _each_vector(
+            e, e.b.sub(count, done), lambda off, mask: square(e.plus(e.times(done, 4), off), mask, sums[0])
+        )
         pairs = [e.add(e.get(sums[0]), e.get(sums[1])), e.add(e.get(sums[2]), e.get(sums[3]))]
         return e.fold(e.add(*pairs), e.add)
 
@@ -63,7 +66,7 @@ def _squares_body(rounded: bool) -> Callable[..., Value]:
 
 
 @intrinsic
-def sum_squares(_typing, x, count, rounded):  # type: ignore[no-untyped-def]
+def sum_squares(_typing, x, count, rounded):
     """float32 sum of x[0..count)^2; rounded != 0: of the bf16-rounded values."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -94,7 +97,7 @@ def _norm_body(e: Emit, x: Value, out: Value, count: Value, weight: Value, mode:
 
 
 @intrinsic
-def norm_row(_typing, x, out, count, weight, mode, inv):  # type: ignore[no-untyped-def]
+def norm_row(_typing, x, out, count, weight, mode, inv):
     def body(e: Emit, *args: Value) -> None:
         e.b.call(outlined(e.b, "norm", [I64] * 5 + [F32], _norm_body, _VOID), list(args))
 
@@ -114,7 +117,7 @@ def _rope_body(e: Emit, x: Value, cos: Value, sin: Value, half: Value) -> None:
 
 
 @intrinsic
-def rope_row(_typing, x, cos, sin, half):  # type: ignore[no-untyped-def]
+def rope_row(_typing, x, cos, sin, half):
     def body(e: Emit, *args: Value) -> None:
         e.b.call(outlined(e.b, "rope", [I64] * 4, _rope_body, _VOID), list(args))
 
@@ -133,7 +136,7 @@ def _gated_body(name: str) -> Callable[..., None]:
 
 
 @intrinsic
-def gated_row(_typing, gate, up, out, count, activation):  # type: ignore[no-untyped-def]
+def gated_row(_typing, gate, up, out, count, activation):
     """out = act(gate) * up over `count` floats."""
 
     def body(e: Emit, *args: Value) -> None:
@@ -148,9 +151,11 @@ def gated_row(_typing, gate, up, out, count, activation):  # type: ignore[no-unt
 
 
 @intrinsic
-def round_row(_typing, x, count):  # type: ignore[no-untyped-def]
+def round_row(_typing, x, count):
     def outer(e: Emit, x: Value, count: Value) -> None:
-        _each_vector(e, count, lambda off, mask: _store(e, x, off, e.round_bf16(_load(e, x, off, mask)), mask))
+        _each_vector(
+            e, count, lambda off, mask: _store(e, x, off, e.round_bf16(_load(e, x, off, mask)), mask)
+        )
 
     def body(e: Emit, *args: Value) -> None:
         e.b.call(outlined(e.b, "round", [I64] * 2, outer, _VOID), list(args))
@@ -159,30 +164,30 @@ def round_row(_typing, x, count):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never", error_model="numpy")
-def _inverse_rms(x, size, eps, rounded):  # type: ignore[no-untyped-def]
+def _inverse_rms(x, size, eps, rounded):
     mean = sum_squares(x, size, rounded) / np.float32(size)
     return np.float32(1.0) / np.float32(np.sqrt(mean + np.float32(eps)))
 
 
 @njit(inline="never", error_model="numpy")
-def _norm_one(x, out, size, weight, mode, eps):  # type: ignore[no-untyped-def]
+def _norm_one(x, out, size, weight, mode, eps):
     norm_row(x, out, size, weight, mode, _inverse_rms(x, size, eps, 1 if mode == 1 else 0))
 
 
 @kernel(ints=6, floats=1)
-def norm_kernel(x, out, n, size, weight, mode, eps):  # type: ignore[no-untyped-def]
+def norm_kernel(x, out, n, size, weight, mode, eps):
     for row in prange(n):
         _norm_one(x + row * size * 4, out + row * size * 4, size, weight, mode, eps)
 
 
 @kernel(ints=6, floats=1, parallel=False)
-def norm_kernel_serial(x, out, n, size, weight, mode, eps):  # type: ignore[no-untyped-def]
+def norm_kernel_serial(x, out, n, size, weight, mode, eps):
     for row in range(n):
         _norm_one(x + row * size * 4, out + row * size * 4, size, weight, mode, eps)
 
 
 @njit(inline="never", error_model="numpy")
-def _rope_row(q, k, row, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps):  # type: ignore[no-untyped-def]
+def _rope_row(q, k, row, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps):
     c, s = cos + row * half * 4, sin + row * half * 4
     for head in range(heads + kv_heads):
         if head < heads:
@@ -195,40 +200,40 @@ def _rope_row(q, k, row, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, ep
 
 
 @kernel(ints=11, floats=1)
-def rope_kernel(q, k, n, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps):  # type: ignore[no-untyped-def]
+def rope_kernel(q, k, n, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps):
     for row in prange(n):
         _rope_row(q, k, row, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps)
 
 
 @kernel(ints=11, floats=1, parallel=False)
-def rope_kernel_serial(q, k, n, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps):  # type: ignore[no-untyped-def]
+def rope_kernel_serial(q, k, n, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps):
     for row in range(n):
         _rope_row(q, k, row, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps)
 
 
 @kernel(ints=5)
-def gated_kernel(gate_up, out, n, size, activation):  # type: ignore[no-untyped-def]
+def gated_kernel(gate_up, out, n, size, activation):
     for row in prange(n):
         at = gate_up + row * size * 8
         gated_row(at, at + size * 4, out + row * size * 4, size, activation)
 
 
 @kernel(ints=5, parallel=False)
-def gated_kernel_serial(gate_up, out, n, size, activation):  # type: ignore[no-untyped-def]
+def gated_kernel_serial(gate_up, out, n, size, activation):
     for row in range(n):
         at = gate_up + row * size * 8
         gated_row(at, at + size * 4, out + row * size * 4, size, activation)
 
 
 @kernel(ints=2, parallel=False)
-def round_kernel(x, count):  # type: ignore[no-untyped-def]
+def round_kernel(x, count):
     round_row(x, count)
 
 
 @kernel(ints=12)
 def gated_linear_kernel(
     code, gate, gate_block, up_code, up, up_block, records, x, out, size, pad, activation
-):  # type: ignore[no-untyped-def]
+):
     """One row: act(gate block * x) * (up block * x), 64 outputs a task. size: a multiple of 64."""
     for b in prange(size // 64):
         acc = pad + get_thread_id() * 4 * 256

@@ -1,4 +1,5 @@
-"""Norms, rotary embedding, activations and rounding: float32 rows in, float32 rows out, each row by itself."""
+"""Norms, rotary embedding, activations and rounding: float32 rows in, float32 rows out, each row by
+itself."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from larql_kv.backends.cpu.runtime import sync_threads
 
 def _check_weight(weight: Tensor, size: int) -> int:
     if weight.dtype is not torch.float32 or weight.shape != (size,) or not weight.is_contiguous():
-        raise ValueError(f"weight must be contiguous float32 ({size},), got {weight.dtype} {tuple(weight.shape)}")
+        raise ValueError(
+            f"weight must be contiguous float32 ({size},), got {weight.dtype} {tuple(weight.shape)}"
+        )
     return weight.data_ptr()
 
 
@@ -71,23 +74,30 @@ def rope_qk_(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    """In place on q (n, Hq, hd) and k (n, Hkv, hd) float32: RMS norm of every head (where a weight (hd,) is given),
+    """In place on q (n, Hq, hd) and k (n, Hkv, hd) float32: RMS norm of every head (where a weight (hd,) is
+    given),
     then the half-split rotation of the first rot dimensions, cos and sin (n, rot/2) float32:
-    x1*cos - x2*sin, x2*cos + x1*sin with x1 the first and x2 the second half of them (Hugging Face's rotate_half).
+    x1*cos - x2*sin, x2*cos + x1*sin with x1 the first and x2 the second half of them (Hugging Face's
+    rotate_half).
     """
     for name, t in (("q", q), ("k", k)):
         if t.dtype is not torch.float32 or t.dim() != 3 or not t.is_contiguous():
-            raise ValueError(f"{name} must be contiguous float32 (n, heads, hd), got {t.dtype} {tuple(t.shape)}")
+            raise ValueError(
+                f"{name} must be contiguous float32 (n, heads, hd), got {t.dtype} {tuple(t.shape)}"
+            )
     n, heads, hd = q.shape
     if k.shape[0] != n or k.shape[2] != hd:
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} do not fit together")
     half = cos.shape[-1]
     for name, t in (("cos", cos), ("sin", sin)):
         if t.dtype is not torch.float32 or t.shape != (n, half) or not t.is_contiguous() or 2 * half > hd:
-            raise ValueError(f"{name} must be contiguous float32 ({n}, rot/2), got {t.dtype} {tuple(t.shape)}")
+            raise ValueError(
+                f"{name} must be contiguous float32 ({n}, rot/2), got {t.dtype} {tuple(t.shape)}"
+            )
     args = (
         q.data_ptr(), k.data_ptr(), n, heads, k.shape[1], hd, cos.data_ptr(), sin.data_ptr(), half,
-        0 if q_norm is None else _check_weight(q_norm, hd), 0 if k_norm is None else _check_weight(k_norm, hd),
+        0 if q_norm is None else _check_weight(q_norm, hd), 0 if k_norm is None else _check_weight(k_norm,
+        hd),
     )  # fmt: skip
     if q.numel() >= PARALLEL_FLOATS:
         sync_threads()

@@ -30,11 +30,14 @@ _thread_state = threading.local()
 
 
 def _source_digest() -> str:
-    """Digest of every source file of this folder. numba itself only looks at the file that holds the kernel,
-    so a change in `simd.py` would leave stale machine code in the cache."""
+    """Digest of the files of this folder that make machine code. numba itself only looks at the file that
+    holds the
+    kernel, so a change in `simd.py` would leave stale machine code in the cache."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        source = path.read_bytes()
+        if any(mark in source for mark in (b"import numba", b"from numba", b"cpu.simd import")):
+            digest.update(path.name.encode() + b"\0" + source)
     return digest.hexdigest()
 
 
@@ -42,7 +45,8 @@ _DIGEST = _source_digest()
 
 
 def kernel(*, ints: int, floats: int = 0, parallel: bool = True) -> Callable[[Callable[..., None]], Any]:
-    """Decorator: compile a function of `ints` int64 arguments then `floats` float32 ones, without the GIL, cached.
+    """Decorator: compile a function of `ints` int64 arguments then `floats` float32 ones, without the GIL,
+    cached.
 
     Addresses travel as int64. The signature is fixed and known to `precompile`.
     """

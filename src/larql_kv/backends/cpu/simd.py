@@ -9,6 +9,7 @@ vector into what the machine has. No fast-math flag is ever set: a fused multipl
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,15 @@ VF, VI = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 _V_BOOL = ir.VectorType(ir.IntType(1), LANES)
 
 Value = Any  # an llvmlite value
+
+
+@functools.cache
+def has_avx512() -> bool:
+    """Whether numba generates code for a machine with AVX512F (it may be told of another CPU)."""
+    from numba.core.registry import cpu_target
+
+    features = cpu_target.target_context.codegen()._tm_features
+    return "+avx512f" in features.split(",")
 
 
 class Emit:
@@ -93,6 +103,11 @@ class Emit:
     def nibble(self, words: Value, index: int) -> Value:
         """Nibble `index` (0..7) of every 32-bit word, as float32."""
         low = self.b.lshr(words, self.ints(4 * index)) if index else words
+        if has_avx512():  # a table look-up by the low 4 bits replaces mask and conversion
+            kind = ir.FunctionType(VF, [VF, VI])
+            name = "llvm.x86.avx512.permvar.sf.512"
+            table = ir.Constant(VF, [float(q) for q in range(16)])
+            return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), [table, low])
         return self.b.sitofp(self.b.and_(low, self.ints(15)) if index < 7 else low, VF)
 
     def splat_load(self, addr: Value, off: Value | int = 0) -> Value:
@@ -207,7 +222,8 @@ class Emit:
 def outlined(
     builder: Any, name: str, arg_types: Sequence[Any], body: Callable[..., Value | None], ret: Any
 ) -> Any:
-    """A function of this module with the given body (made once). Kept out of line, so that each microkernel is
+    """A function of this module with the given body (made once). Kept out of line, so that each microkernel
+    is
     optimised and given registers by itself."""
     module = builder.module
     full_name = "larql." + name
@@ -223,7 +239,8 @@ def outlined(
 
 
 def void_op(body: Callable[..., None], count: int, floats: int = 0) -> tuple[Any, Any]:
-    """(signature, codegen) of an intrinsic of `count` int64 then `floats` float32 arguments; body(emit, *args)."""
+    """(signature, codegen) of an intrinsic of `count` int64 then `floats` float32 arguments; body(emit,
+    *args)."""
     signature = types.void(*[types.int64] * count, *[types.float32] * floats)
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -243,37 +260,37 @@ def _peek(llvm_type: Any, numba_type: Any, extend: str | None) -> tuple[Any, Any
 
 
 @intrinsic
-def peek_u8(_typing, addr):  # type: ignore[no-untyped-def]
+def peek_u8(_typing, addr):
     return _peek(I8, types.int64, "zext")
 
 
 @intrinsic
-def peek_i8(_typing, addr):  # type: ignore[no-untyped-def]
+def peek_i8(_typing, addr):
     return _peek(I8, types.int64, "sext")
 
 
 @intrinsic
-def peek_u16(_typing, addr):  # type: ignore[no-untyped-def]
+def peek_u16(_typing, addr):
     return _peek(I16, types.int64, "zext")
 
 
 @intrinsic
-def peek_u32(_typing, addr):  # type: ignore[no-untyped-def]
+def peek_u32(_typing, addr):
     return _peek(I32, types.int64, "zext")
 
 
 @intrinsic
-def peek_i64(_typing, addr):  # type: ignore[no-untyped-def]
+def peek_i64(_typing, addr):
     return _peek(I64, types.int64, None)
 
 
 @intrinsic
-def peek_f16(_typing, addr):  # type: ignore[no-untyped-def]
+def peek_f16(_typing, addr):
     return _peek(F16, types.float32, "fpext")
 
 
 @intrinsic
-def peek_f32(_typing, addr):  # type: ignore[no-untyped-def]
+def peek_f32(_typing, addr):
     return _peek(F32, types.float32, None)
 
 
@@ -295,27 +312,27 @@ def _poke(llvm_type: Any) -> tuple[Any, Any]:
 
 
 @intrinsic
-def poke_8(_typing, addr, value):  # type: ignore[no-untyped-def]
+def poke_8(_typing, addr, value):
     return _poke(I8)
 
 
 @intrinsic
-def poke_16(_typing, addr, value):  # type: ignore[no-untyped-def]
+def poke_16(_typing, addr, value):
     return _poke(I16)
 
 
 @intrinsic
-def poke_32(_typing, addr, value):  # type: ignore[no-untyped-def]
+def poke_32(_typing, addr, value):
     return _poke(I32)
 
 
 @intrinsic
-def poke_f32(_typing, addr, value):  # type: ignore[no-untyped-def]
+def poke_f32(_typing, addr, value):
     return _poke(F32)
 
 
 @intrinsic
-def round_bf16_bits(_typing, value):  # type: ignore[no-untyped-def]
+def round_bf16_bits(_typing, value):
     """The 16 bits (as int64) of the bf16 nearest to a float32, ties to even; for numbers, not NaN."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:

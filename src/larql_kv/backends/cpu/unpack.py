@@ -1,6 +1,7 @@
 """Reading ggml's stored blocks (bytes of a mapped file) in compiled code: codes, scales and single rows.
 
-Layouts follow `ggml-quants.c` / `gguf.quants`; `tests/backends` compares every one with the `gguf` package bit
+Layouts follow `ggml-quants.c` / `gguf.quants`; `tests/backends` compares every one with the `gguf` package
+bit
 for bit. A kind is passed as its number in KIND_CODES.
 """
 
@@ -53,8 +54,9 @@ STORED_BLOCK = {
 
 
 @njit(inline="never", error_model="numpy")
-def _codes_32(kind, row, g, out):  # type: ignore[no-untyped-def]
-    """The 32 codes of group g of a stored row, as bytes at `out`: signed for Q5_0, Q8_0 and Q6_K, else unsigned."""
+def _codes_32(kind, row, g, out):
+    """The 32 codes of group g of a stored row, as bytes at `out`: signed for Q5_0, Q8_0 and Q6_K, else
+    unsigned."""
     if kind == 7:  # Q8_0: d f16, q i8[32]
         src = row + g * 34 + 2
         for j in range(32):
@@ -96,7 +98,7 @@ def _codes_32(kind, row, g, out):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never", error_model="numpy")
-def _k_scale(scales, j):  # type: ignore[no-untyped-def]
+def _k_scale(scales, j):
     """6-bit scale and min of group j of a Q4_K / Q5_K block (ggml's get_scale_min_k4)."""
     if j < 4:
         return peek_u8(scales + j) & 63, peek_u8(scales + j + 4) & 63
@@ -105,7 +107,7 @@ def _k_scale(scales, j):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never", error_model="numpy")
-def _pack_row_quantised(kind, src, groups, dst, r, codes):  # type: ignore[no-untyped-def]
+def _pack_row_quantised(kind, src, groups, dst, r, codes):
     """Output r of a block: scatter its codes and scales into the records that `formats` describes."""
     for g in range(groups):
         _codes_32(kind, src, g, codes)
@@ -153,10 +155,11 @@ def _pack_row_quantised(kind, src, groups, dst, r, codes):  # type: ignore[no-un
 
 
 @kernel(ints=8)
-def pack_kernel(kind, rows, blocks, outputs, inputs, dst, block_bytes, codes):  # type: ignore[no-untyped-def]
+def pack_kernel(kind, rows, blocks, outputs, inputs, dst, block_bytes, codes):
     """Stored rows -> blocks of 64 outputs.
 
-    rows: int64[outputs] addresses of stored rows; codes: uint8 scratch (blocks, 64); dst: zeroed where padded.
+    rows: int64[outputs] addresses of stored rows; codes: uint8 scratch (blocks, 64); dst: zeroed where
+    padded.
     """
     for b in prange(blocks):
         base = dst + b * block_bytes
@@ -181,7 +184,7 @@ def pack_kernel(kind, rows, blocks, outputs, inputs, dst, block_bytes, codes):  
 
 
 @njit(inline="never", error_model="numpy")
-def _group_values(kind, row, g, codes, out, scale):  # type: ignore[no-untyped-def]
+def _group_values(kind, row, g, codes, out, scale):
     """32 float32 values of group g of a stored row, times `scale`."""
     _codes_32(kind, row, g, codes)
     if kind == 10:
@@ -195,7 +198,8 @@ def _group_values(kind, row, g, codes, out, scale):  # type: ignore[no-untyped-d
     if kind >= 8:
         stored = row + (g >> 3) * (144 if kind == 8 else 176)
         sc, m = _k_scale(stored + 4, g & 7)
-        # int64 * float32 is float64 in numba: exact, and rounded once by poke_f32 where a single sum is rounded
+        # int64 * float32 is float64 in numba: exact, and rounded once by poke_f32 where a single sum is
+        # rounded
         d, low = peek_f16(stored) * sc, -(peek_f16(stored + 2) * m)
     else:
         stored = row + g * (18 + 2 * (kind - 3) if kind < 7 else 34)
@@ -211,7 +215,7 @@ def _group_values(kind, row, g, codes, out, scale):  # type: ignore[no-untyped-d
 
 
 @kernel(ints=8, floats=1, parallel=False)
-def rows_kernel(kind, ids, n, table, row_bytes, inputs, out, codes, scale):  # type: ignore[no-untyped-def]
+def rows_kernel(kind, ids, n, table, row_bytes, inputs, out, codes, scale):
     """Rows `ids` (int64) of a stored matrix -> float32 (n, inputs), times the float32 `scale`."""
     for i in range(n):
         row = table + peek_i64(ids + 8 * i) * row_bytes

@@ -17,7 +17,8 @@ _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the l
 
 
 def emit_exp(e: Emit, x: Value) -> Value:
-    """exp(x) to about 1 ulp; 0 below -87.33 (also for -inf), held at exp(88.37) above 88.37; NaN stays NaN."""
+    """exp(x) to about 1 ulp; 0 below -87.33 (also for -inf), held at exp(88.37) above 88.37; NaN stays
+    NaN."""
     y = e.min(x, e.const(88.3762626647949))
     shifted = e.fma(y, e.const(1.4426950408889634), e.const(_ROUND))
     n = e.sub(shifted, e.const(_ROUND))

@@ -1,0 +1,209 @@
+"""`larql bench`: its options, and what goes to the screen. Light to import: torch comes with the run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from larql_kv.errors import SpecError
+
+if TYPE_CHECKING:
+    from larql_kv.bench.plan import Plan, Progress
+    from larql_kv.model.model import Model
+    from larql_kv.spec import EngineSpec
+
+DEFAULT_PROMPT_TOKENS = 128
+
+
+def bench_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Short name, .gguf file, Hugging Face directory or hub id.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine", "-e", help="Engine spec, or a list of them; repeatable. Default: every engine."
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="Prompt text. Default: the bench's own text.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--prompt-tokens",
+            min=1,
+            help="Cut or repeat the prompt to this many tokens. Default: 128, or all of --prompt.",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Timed steps a repeat.")] = 50,
+    warmup: Annotated[
+        int, typer.Option("--warmup", min=0, help="Steps discarded before the timed ones.")
+    ] = 3,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Times all of it is run, in rotating order.")
+    ] = 3,
+    context: Annotated[
+        str | None,
+        typer.Option("--context", help="Context lengths of the sweep, e.g. 128,512,2048. Default: none."),
+    ] = None,
+    context_window: Annotated[
+        int,
+        typer.Option(
+            "--context-window", min=0, help="Window of the engine names that need one (sliding, ...)."
+        ),
+    ] = 0,
+    device: Annotated[str, typer.Option("--device", help="Where to run.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Execution form: auto, float32 or bfloat16.")
+    ] = "auto",
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Also check each engine's contract, on a short run.")
+    ] = True,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also time the stages of a step, in a run of their own.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    output_file: Annotated[
+        Path | None, typer.Option("--output-file", help="Write the JSON report to this file as well.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Write a picture (SVG): the context sweep, or decode speed without one."),
+    ] = None,
+) -> None:
+    """Measure engines side by side: speed, bytes, share of memory bandwidth, contract, token ids.
+
+    Engines take turns, pages are warm, and whole tokens are timed (head and choice included; end-of-text is
+    not honoured). An engine that fails is a labelled row; the exit code is 1 when one failed in a way that
+    is not recoverable.
+    """
+    contexts = parse_contexts(context)
+    specs = parse_engines(engine or [], context_window)
+    from larql_kv.bench.report import report_dict, write_text
+    from larql_kv.bench.runner import run_bench
+    from larql_kv.model.load import DEFAULT_MODEL, load_model
+
+    name = model or DEFAULT_MODEL
+    with _progress(stages_wanted=not json) as progress:
+        progress("load")
+        loaded = load_model(name, device=device, dtype=None if dtype == "auto" else dtype)
+        plan = make_plan(
+            loaded, prompt, prompt_tokens, tokens, warmup, repeats, contexts, check=check, profile=profile
+        )
+        plan.check_context(loaded.config.context)
+        progress("memory bandwidth")
+        report = run_bench(loaded, specs, plan, name, measured_bandwidth(), progress)
+    plain = report_dict(report)
+    import json as codec
+
+    text = codec.dumps(plain, indent=1, allow_nan=False) + "\n"
+    if output_file is not None:
+        write_text(output_file, text)
+    if plot is not None:
+        from larql_kv.bench.plot import report_chart
+
+        write_text(plot, report_chart(plain))
+    if json:
+        sys.stdout.write(text)
+    else:
+        show(plain)
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)
+
+
+def parse_contexts(text: str | None) -> tuple[int, ...]:
+    """`128,512,2048` -> increasing lengths. Raises SpecError for anything else."""
+    from larql_kv.bench.stats import is_increasing
+
+    if not text:
+        return ()
+    try:
+        lengths = [int(piece) for piece in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or lengths[0] < 1 or not is_increasing(lengths):
+        raise SpecError(f"--context {text!r} is not a list of increasing lengths such as 128,512,2048")
+    return tuple(lengths)
+
+
+def parse_engines(texts: list[str], context_window: int = 0) -> list[EngineSpec]:
+    """Every spec of every `--engine`, each once; all registered engines when there is none.
+
+    Raises SpecError for a bad spec.
+    """
+    from larql_kv.engine import engines, parse_spec
+    from larql_kv.spec import split_specs
+
+    names = [piece for text in texts for piece in split_specs(text)]
+    if texts and not names:
+        raise SpecError("--engine is empty: name an engine, see `larql engines`")
+    names = names or [entry.name for entry in engines()]
+    return list(dict.fromkeys(parse_spec(name, context_window or None) for name in names))
+
+
+def make_plan(
+    model: Model,
+    prompt: str | None,
+    prompt_tokens: int | None,
+    tokens: int,
+    warmup: int,
+    repeats: int,
+    contexts: tuple[int, ...] = (),
+    **switches: bool,
+) -> Plan:
+    """The plan of these options. Without a text the bench's own is used; an empty one stays empty, for the
+    engines to refuse."""
+    from larql_kv.bench.plan import Plan
+    from larql_kv.bench.text import text_ids
+
+    if prompt is None:
+        ids = text_ids(model, prompt_tokens or DEFAULT_PROMPT_TOKENS)
+    elif prompt_tokens is None or not prompt:
+        ids = model.tokenizer.encode(prompt)
+    else:
+        ids = text_ids(model, prompt_tokens, prompt)
+    shown = "bench text" if prompt is None else prompt
+    return Plan(tuple(ids), shown, tokens, warmup, repeats, contexts, **switches)
+
+
+def measured_bandwidth() -> float | None:
+    """Read bandwidth in GB/s by the kernels' own threads, or None where it cannot be measured."""
+    try:
+        from larql_kv.backends.cpu.ops import stream_bandwidth
+
+        return stream_bandwidth()
+    except (ImportError, MemoryError):
+        return None
+
+
+def show(report: dict[str, Any]) -> None:
+    """The tables: by rich on a terminal, plain in a pipe."""
+    from larql_kv.bench.table import grids, heading
+
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        console.print(heading(report), markup=False)
+        for grid in grids(report):
+            console.print(grid.rich())
+    else:
+        print("\n\n".join([heading(report), *(grid.plain() for grid in grids(report))]))
+
+
+@contextmanager
+def _progress(stages_wanted: bool) -> Iterator[Progress]:
+    """A spinner with the current stage on a terminal's stderr; nothing anywhere else."""
+    if not (stages_wanted and sys.stderr.isatty()):
+        yield lambda label: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("bench") as status:
+        yield lambda label: status.update(f"bench: {label.replace('[', chr(92) + '[')}")

@@ -1,0 +1,70 @@
+"""What a number was measured on: a figure without its machine and commit cannot be compared."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from larql_kv import __version__
+
+
+def machine_facts() -> dict[str, Any]:
+    """CPU model and cores, threads, torch and Python versions, package version, git commit (or None)."""
+    import torch
+
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_1min": round(os.getloadavg()[0], 2),  # others on the machine: read small differences with care
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "larql_kv": __version__,
+        "commit": git_commit(),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name with what tells its generation apart (clouds hide the model number)."""
+    try:
+        fields = dict(
+            (part.strip() for part in line.split(":", 1))
+            for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+            if ":" in line
+        )
+    except OSError:
+        return platform.processor() or "unknown"
+    flags = fields.get("flags", "").split()
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
+    family = f"family {fields.get('cpu family', '?')} model {fields.get('model', '?')}"
+    return f"{fields.get('model name', 'unknown')} ({family}; {' '.join(f for f in wanted if f in flags)})"
+
+
+def git_commit(directory: Path | None = None) -> str | None:
+    """Short commit of the checkout this package runs from, `+` where files differ; None outside of one."""
+    where = directory or Path(__file__).parent
+    try:
+        commit = _git(where, "rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if _git(where, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(where: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=where, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
+
+
+def peak_rss() -> int | None:
+    """Peak resident bytes of this process (mapped files included), or None where /proc does not say."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,226 @@
+"""The bench protocol: engines take turns, whole tokens are timed, pages are warm before the first number.
+
+Order: every engine once untimed (weights touched, kernels compiled, refusals found); then `repeats` times,
+with the order rotated by one each time: a timed prefill of each engine, its warm-up steps, and the timed
+steps in groups, one group an engine in turn. So a machine that slows down for a second slows all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from larql_kv.bench.checks import contract_of, stages_of
+from larql_kv.bench.machine import machine_facts
+from larql_kv.bench.plan import RECOMPUTE_STEPS, RECOMPUTE_WARMUP, Failure, Plan, Progress, Report, Row
+from larql_kv.bench.stats import round_robin, same_beginning
+from larql_kv.bench.sweep import run_sweep
+from larql_kv.engine import build_engine
+from larql_kv.errors import EngineError, ModelError
+from larql_kv.policy import StateKind
+
+if TYPE_CHECKING:
+    from larql_kv.engine import KvEngine
+    from larql_kv.model.model import Model
+    from larql_kv.spec import EngineSpec
+
+
+class Contestant:
+    """One engine's place in the bench: its row, and the engine of the current repeat."""
+
+    def __init__(self, spec: EngineSpec, model: Model, plan: Plan) -> None:
+        self.spec, self.model, self.plan = spec, model, plan
+        self.row = Row(spec.text, policy=spec.policy.to_dict())
+        self.engine: KvEngine | None = None
+        self.recomputes = spec.policy.canonical == StateKind.TOKEN_IDS
+        self.tokens, self.warmup = plan.tokens, plan.warmup
+        if self.recomputes and plan.tokens > RECOMPUTE_STEPS:
+            self.tokens, self.warmup = RECOMPUTE_STEPS, min(plan.warmup, RECOMPUTE_WARMUP)
+            self.row.notes.append(
+                f"{self.tokens} of {plan.tokens} tokens: every step runs the whole text again, O(n^2)"
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self.row.failure is None
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Turn an engine's own errors (and a refused model) into this row's failure."""
+        try:
+            yield
+        except (EngineError, ModelError) as error:
+            recoverable = isinstance(error, EngineError) and error.is_recoverable
+            self.row.failure = Failure(type(error).__name__, str(error), recoverable)
+            self.engine = None
+
+    def build(self) -> KvEngine:
+        return build_engine(self.spec, self.model)
+
+    def warm(self) -> None:
+        """One prefill and two steps, untimed."""
+        engine = self.build()
+        self.row.backend = engine.info.backend
+        token = next_id(self.model, engine.prefill(self.plan.prompt_ids))
+        for _ in range(1 if self.recomputes else 2):
+            token = next_id(self.model, engine.decode_step(token))
+
+    def prefill(self) -> None:
+        """A new engine, its timed prefill (up to the first id), then its warm-up steps."""
+        engine = self.engine = self.build()
+        begin = time.perf_counter()
+        self._token = next_id(self.model, engine.prefill(self.plan.prompt_ids))
+        self.row.prefill_seconds.append(time.perf_counter() - begin)
+        self._ids = [self._token]
+        for _ in range(self.warmup):
+            self._token = next_id(self.model, engine.decode_step(self._token))
+            self._ids.append(self._token)
+        self._seconds: list[float] = []
+        self._kv_before = live_kv_bytes(engine)
+
+    def steps(self, count: int) -> None:
+        """Run and time up to `count` more tokens: step, head and choice inside the clock."""
+        engine = self.engine
+        assert engine is not None
+        for _ in range(min(count, self.tokens - len(self._seconds))):
+            begin = time.perf_counter()
+            token = next_id(self.model, engine.decode_step(self._token))
+            self._seconds.append(time.perf_counter() - begin)
+            self._token = token
+            self._ids.append(token)
+            self.row.recomputed.append(engine.recomputed_tokens)
+
+    @property
+    def unfinished(self) -> bool:
+        return self.alive and len(self._seconds) < self.tokens
+
+    def finish(self) -> None:
+        """Book this repeat's steps, ids and bytes; let the engine go."""
+        engine, row = self.engine, self.row
+        assert engine is not None
+        row.step_seconds.append(self._seconds)
+        if not row.ids:
+            row.ids = self._ids
+        row.same_in_every_repeat &= row.ids == self._ids
+        row.weight_bytes = int(self.model.decoder.facts()["bytes_per_step"])
+        if not self.recomputes:
+            row.state_bytes_read = (self._kv_before + live_kv_bytes(engine)) / 2
+        row.ledger = engine.ledger().to_dict() | {"tokens": len(engine.tokens)}
+        row.kv_bytes_of_standard = standard_kv_bytes(self.model, len(engine.tokens))
+        self.engine = None
+
+
+def next_id(model: Model, hidden: Any) -> int:
+    """The greedy next id after the last hidden row (1, hidden)."""
+    return int(model.logits(hidden).argmax())
+
+
+def live_kv_bytes(engine: KvEngine) -> int:
+    """Bytes of the K/V rows that the next step's attention will read."""
+    return sum(item.live for item in engine.ledger() if item.name == "K/V rows")
+
+
+def standard_kv_bytes(model: Model, tokens: int) -> int:
+    """K/V bytes of `standard` for `tokens`: all of them on full layers, the window on sliding ones."""
+    row = 2 * model.config.kv_dim * model.kv_dtype.itemsize
+    windows = [layer.window for layer in model.config.layers]
+    return sum(row * (tokens if window is None else min(tokens, window)) for window in windows)
+
+
+def run_bench(
+    model: Model,
+    specs: Sequence[EngineSpec],
+    plan: Plan,
+    name: str = "",
+    bandwidth: float | None = None,
+    progress: Progress = lambda label: None,
+) -> Report:
+    """Measure every spec on `model`. An engine that fails is a row with its failure, the others go on.
+
+    `bandwidth` (GB/s) is what shares are of. Raises ModelError when the runs do not fit the model's context.
+    """
+    plan.check_context(model.config.context)
+    prepare = getattr(model.decoder, "prepare", None)
+    if prepare is not None:
+        prepare()
+    field = [Contestant(spec, model, plan) for spec in specs]
+    order: list[tuple[int, str, str]] = []
+    for contestant in field:
+        progress(f"warm {contestant.spec.text}")
+        with contestant.guarded():
+            contestant.warm()
+    for repeat in range(plan.repeats):
+        _run_repeat(repeat, field, plan, order, progress)
+    reference = _standard_ids(model, field, plan)
+    for contestant in field:
+        _settle(contestant, reference, progress)
+    if plan.contexts:
+        run_sweep([item for item in field if item.alive], plan, order, progress)
+    facts = model.decoder.facts()
+    return Report(
+        *(int(time.time()), name or model.source, str(facts.get("form", "")), facts, machine_facts()),
+        *(plan, bandwidth, [item.row for item in field], order),
+    )
+
+
+def _run_repeat(
+    repeat: int, field: list[Contestant], plan: Plan, order: list[tuple[int, str, str]], progress: Progress
+) -> None:
+    by_text = {item.spec.text: item for item in field}
+    turns = [by_text[text] for text in round_robin(list(by_text), repeat)]
+    for contestant in turns:
+        if contestant.alive:
+            progress(f"prefill {contestant.spec.text}")
+            order.append((repeat, "prefill", contestant.spec.text))
+            with contestant.guarded():
+                contestant.prefill()
+    while any(item.unfinished for item in turns):
+        for contestant in turns:
+            if contestant.unfinished:
+                progress(f"decode {contestant.spec.text}")
+                order.append((repeat, "decode", contestant.spec.text))
+                with contestant.guarded():
+                    contestant.steps(plan.group)
+    for contestant in turns:
+        if contestant.alive:
+            contestant.finish()
+
+
+def _standard_ids(model: Model, field: list[Contestant], plan: Plan) -> list[int]:
+    """What plain `standard` generates; run untimed when it is not among the engines."""
+    for contestant in field:
+        if contestant.spec.text == "standard" and contestant.alive:
+            return contestant.row.ids
+    try:
+        engine = build_engine("standard", model)
+        ids = [next_id(model, engine.prefill(plan.prompt_ids))]
+        while len(ids) < 1 + plan.warmup + plan.tokens:
+            ids.append(next_id(model, engine.decode_step(ids[-1])))
+    except (EngineError, ModelError):
+        return []
+    return ids
+
+
+def _settle(contestant: Contestant, reference: list[int], progress: Progress) -> None:
+    """What needs no clock: ids against standard's, the contract, the stage timers."""
+    row, plan = contestant.row, contestant.plan
+    if contestant.alive and reference:
+        row.equals_standard = same_beginning(row.ids, reference)
+    if contestant.alive and not row.same_in_every_repeat:
+        row.notes.append("the repeats gave different ids")
+    if contestant.alive and plan.check:
+        progress(f"check {contestant.spec.text}")
+        with contestant.guarded():
+            row.contract = contract_of(contestant.build(), plan.prompt_ids)
+    if contestant.alive and plan.profile:
+        progress(f"profile {contestant.spec.text}")
+        with contestant.guarded():
+            row.stages = stages_of(contestant.build(), plan.prompt_ids, min(contestant.tokens, 20))
+
+
+def median_rate(row: Row) -> float | None:
+    """Decode tokens per second: the median repeat."""
+    return statistics.median(row.rates) if row.rates else None

@@ -1,0 +1,144 @@
+"""`larql` as a process: signals, pipes, terminals, and the time to the first token."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import TEMPLATE, make_chat_model
+from tests.models import needs_smollm2
+
+LARQL = [sys.executable, "-m", "larql_kv.cli.main"]
+ENV = {**os.environ, "TERM": "xterm", "LARQL_KV_ENGINE": "", "LARQL_RAW_PROMPT": ""}
+PATIENCE = 60  # seconds; machines that run other things too
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that talks for minutes."""
+    return make_chat_model(tmp_path_factory.mktemp("endless") / "m", TEMPLATE, context=100_000)
+
+
+@pytest.fixture
+def start() -> Iterator:
+    running = []
+
+    def run(*words: str | Path, **options) -> subprocess.Popen:
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        process = subprocess.Popen([*LARQL, *map(str, words)], env=ENV, **streams)
+        running.append(process)
+        return process
+
+    yield run
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_ends_a_run_with_130(start, endless):
+    process = start("run", endless, "hi", "-n", "90000", "--dtype", "float32")
+    assert process.stdout.read(8)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    assert b"interrupted" in errors
+
+
+def test_ctrl_c_before_the_first_token(start, endless):
+    # The pipe on stdin is open and empty: a chat that waits for its first line.
+    process = start("run", endless, "--dtype", "float32")
+    process.stdin.write(b"/help\n")
+    process.stdin.flush()
+    assert b"/help" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+
+
+def test_a_closed_pipe_ends_quietly(start, endless):
+    process = start("run", endless, "hi", "-n", "90000", "--dtype", "float32")
+    assert process.stdout.read(8)
+    process.stdout.close()
+    assert process.wait(timeout=PATIENCE) == 141
+    assert process.stderr.read() == b""
+
+
+class Screen:
+    """The other side of a terminal."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle, self.seen = handle, b""
+
+    def wait_for(self, *texts: bytes) -> None:
+        """Until one of `texts` is seen; what was seen up to then is forgotten."""
+        end = time.monotonic() + PATIENCE
+        while not any(text in self.seen for text in texts):
+            assert time.monotonic() < end, self.seen[-2000:]
+            if select.select([self.handle], [], [], 0.2)[0]:
+                self.seen += os.read(self.handle, 65536)
+        self.seen = b""
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.handle, keys)
+
+
+def test_chat_at_a_terminal(endless):
+    """Ctrl-C at the prompt stays, in an answer stops it, and the next turn goes on; Ctrl-D leaves."""
+    child, handle = pty.fork()
+    if child == 0:
+        os.execve(sys.executable, [*LARQL, "run", str(endless), "-n", "90000", "--dtype", "float32"], ENV)
+    screen = Screen(handle)
+    try:
+        screen.wait_for(b"> ")
+        screen.type(b"\x03")
+        screen.wait_for(b"leaves")
+        screen.type(b"one\n")
+        screen.wait_for(b"one\r\n")
+        time.sleep(1.0)
+        screen.type(b"\x03")
+        screen.wait_for(b"interrupted")
+        screen.type(b"two\n")
+        screen.wait_for(b"two\r\n")
+        time.sleep(0.5)
+        screen.type(b"\x03")
+        screen.wait_for(b"reused ")
+        screen.wait_for(b"interrupted")
+        screen.type(b"\x04")
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        os.close(handle)
+
+
+def test_help_and_errors_need_no_torch():
+    code = (
+        "import sys\nfrom larql_kv.cli.main import app\n"
+        "app(['--help'], standalone_mode=False)\nassert not {'torch', 'numba'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=ENV, timeout=PATIENCE)
+
+
+@pytest.mark.real
+@needs_smollm2
+def test_the_demo_model_answers(start):
+    process = start("run", "What is the capital of France?", "-n", "16", "--json")
+    out, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    result = json.loads(out)
+    assert "Paris" in result["text"]
+    assert result["finish"] == "stop"
