@@ -1,4 +1,4 @@
-"""Every engine's promise, checked on this very model: what it says, what was measured, what it was judged by."""
+"""Every engine's promise, checked on this very model; and a false promise, which does not hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from tiny_model import load_tiny_model
 import larql_kv as lk
 
 model = load_tiny_model()
-ids = model.tokenizer.encode("A promise that nobody checks is a wish; a check that cannot fail is a decoration. " * 2)
+ids = model.tokenizer.encode(
+    "A promise that nobody checks is a wish; a check that cannot fail is a decoration. " * 2
+)
 
 for spec in [entry.name for entry in lk.engines()] + ["standard:window=32"]:
     engine = lk.build_engine(spec, model)

@@ -19,7 +19,7 @@ left.prefill(model.tokenizer.encode("It ends well."))
 right.prefill(model.tokenizer.encode("It does not end."))
 apart = sum(side.ledger().capacity for side in (trunk, left, right))
 together = lk.Ledger.combined(side.ledger() for side in (trunk, left, right))
-print(f"three branches: {apart:,} bytes allocated if counted apart, {together.capacity:,} with shared blocks once")
+print(f"three branches: {apart:,} bytes if counted apart, {together.capacity:,} with shared blocks once")
 assert together.capacity < 0.6 * apart
 
 recomputed = left.trim(len(prompt))

@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 
 @pytest.fixture(autouse=True)
-def _seed_and_threads() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
+    """One thread unless a test asks for more: a launch over threads on a busy machine can take
+    milliseconds."""
     torch.manual_seed(0)
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)

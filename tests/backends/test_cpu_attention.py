@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from larql_kv.backends.cpu import ops
+from larql_kv.backends.cpu import attention, ops
 
 
 class Store:
@@ -111,10 +111,12 @@ def test_every_cut_gives_the_same_bits_and_is_right(heads: int, kv_heads: int, h
         for size in (1, 3, 5, 64, 100):
             again = run(q, k, v, cut(total, size), window=window, cap=cap, bf16=bf16)
             assert torch.equal(again, whole), (window, cap, size)
-        torch.set_num_threads(1)
-        assert torch.equal(run(q, k, v, cut(total, 41), window=window, cap=cap, bf16=bf16), whole)
-        assert torch.equal(run(q, k, v, cut(total, 4), window=window, cap=cap, bf16=bf16), whole)
-        torch.set_num_threads(2)
+    torch.set_num_threads(2)
+    q, k, v = random_qkv(total, heads, kv_heads, hd, bf16)
+    whole = run(q, k, v, [total], bf16=bf16)
+    assert torch.equal(run(q, k, v, [199, 1, 3], bf16=bf16), whole)
+    torch.set_num_threads(1)
+    assert torch.equal(run(q, k, v, [199, 1, 3], bf16=bf16), whole)
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 63, 64, 65, 70, 128])
@@ -127,6 +129,22 @@ def test_a_ring_equals_a_full_store_under_the_mask(window: int, bf16: bool) -> N
             for ring in (window, window + 3):
                 again = run(q, k, v, cut(total, size), window=window, ring=ring, bf16=bf16)
                 assert torch.equal(again, full), (total, size, ring)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "hd"), [(9, 3, 64), (4, 1, 256), (5, 1, 24), (2, 2, 16)])
+def test_short_contexts_by_either_kernel(
+    heads: int, kv_heads: int, hd: int, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = random_qkv(150, heads, kv_heads, hd, bf16)
+    for window in (None, 40):
+        whole = run(q, k, v, [150], window=window, bf16=bf16)
+        for work in (0, 10**9):  # always, then never the kernel that spreads keys over threads
+            monkeypatch.setattr(attention, "_SERIAL_WORK", work)
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                again = run(q, k, v, [1] * 5 + [100] + [4, 1] * 9, window=window, ring=window or 0, bf16=bf16)
+                assert torch.equal(again, whole), (window, work, threads)
 
 
 @settings(max_examples=40, deadline=None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from quantised import ALL_KINDS, K_QUANTS, as_float32, make_raw
 
 from larql_kv.backends.cpu import ops
 from larql_kv.model.tensors import RawTensor
+from tests.backends.quantised import ALL_KINDS, K_QUANTS, as_float32, make_raw
 
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 64, 129)
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from tests import tiny_models
 
 TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
 
@@ -64,4 +64,7 @@ def make_chat_model(path: Path, template: str, context: int = 256) -> Path:
             if key in settings:
                 settings[key] = "<pad>" if key == "eos_token" else 0
         file.write_text(json.dumps(settings))
+    # "</s>" ends an answer by its name, whatever the settings say.
+    vocabulary = path / "tokenizer.json"
+    vocabulary.write_text(vocabulary.read_text().replace('"</s>"', '"<e>"'))
     return path

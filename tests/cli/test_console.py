@@ -65,6 +65,22 @@ def test_style_is_for_terminals_that_want_it(monkeypatch, variable, styled):
     assert "\x1b[2J" not in screen.getvalue()
 
 
+def test_slow_notice(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    stopped, slow = console.SlowNotice(0.05), console.SlowNotice(0.0)
+    stopped.start()
+    stopped.stop()
+    slow.start()
+    slow._timer.join()
+    assert screen.getvalue().count("compiles its kernels") == 1
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    quiet = console.SlowNotice(0.0)
+    quiet.start()
+    assert quiet._timer is None
+    quiet.stop()
+
+
 def test_terminals_without_utf8(monkeypatch):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")

@@ -35,7 +35,9 @@ def test_mutated_headers(tmp_path):
     print(f"seed {seed}, {seconds:g} s")
     done = _run(tmp_path, seed, seconds)
     print(done.stdout[-6000:])
-    assert done.returncode == 0, f"seed {seed}: exit {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    assert done.returncode == 0, (
+        f"seed {seed}: exit {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    )
     counts = dict(re.findall(r"'([\w ]+)': (\d+)", done.stdout))
     # The run must have got behind the first checks as well as run into them.
     assert int(counts["refused"]) > 10

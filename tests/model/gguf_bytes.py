@@ -148,7 +148,10 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: file([array("t", STR, ["ok"], 2) + struct.pack("<Q", 60000)]),
         "truncated",
     ),
-    "tokens end early": (lambda: file([array("t", STR, ["okay"] * 3, 9)] + [b"\7" * 40]), "claims"),
+    "tokens end early": (
+        lambda: file([array("t", STR, ["okay"] * 3, 9), b"\7" * 40], counts=(0, 1)),
+        "claims",
+    ),
     # CVE-2025-53630, -2026-27940, -33298, -7482: dimensions and sizes that wrap
     "dimension 0": (lambda: file([ARCH], [tensor("a", (0, 2), 0, 0)]), "dimension of 0"),
     "dimension 2^63": (lambda: file([ARCH], [tensor("a", (2**63, 2), 0, 0)]), "dimension"),

@@ -25,7 +25,7 @@ TURNS = [
 ]
 
 LLAMA3 = """{% set loop_messages = messages %}{% for message in loop_messages %}
-{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}
+{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}  # noqa: E501
 {% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""  # noqa: E501
 GEMMA = """{{ bos_token }}
@@ -48,7 +48,7 @@ GEMMA = """{{ bos_token }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{'<start_of_turn>model\n'}}{%- endif -%}"""
 KITCHEN_SINK = """{%- set ns = namespace(last=0, names=[]) -%}
-{%- macro show(m, deep=true) %}[{{ m.role|upper }}:{{ m['content']|default('', true)|replace('a', 'b')|title }}]{% endmacro -%}
+{%- macro show(m, deep=true) %}[{{ m.role|upper }}:{{ m['content']|default('', true)|replace('a', 'b')|title }}]{% endmacro -%}  # noqa: E501
 {% for m in messages|selectattr('role', 'ne', 'system') %}
   {%- set ns.last = ns.last + 1 -%}
   {%- set ns.names = ns.names + [m.role] -%}
@@ -60,7 +60,7 @@ KITCHEN_SINK = """{%- set ns = namespace(last=0, names=[]) -%}
 {{ '{}:{:>5}'.format('k', 3) }}{{ messages|length }}{{ messages|map(attribute='role')|list }}
 {{ [1, [2, (3, 4)], {'a': 'b'}] }}{{ range(3)|list }}{{ 'a\nb\n\nc'|indent(2) }}{{ 'a\nb'|indent(3, true) }}
 {% generation %}inside {{ ns.last }}{% endgeneration %}
-{% if tools %}tools{% endif %}{{ undefined_thing }}{{ 2.5|round(1)|int }}{{ [3, 1, 2]|sort|first }}{{ [1, 2]|sum }}
+{% if tools %}tools{% endif %}{{ undefined_thing }}{{ 2.5|round(1)|int }}{{ [3, 1, 2]|sort|first }}{{ [1, 2]|sum }}  # noqa: E501
 {% filter upper %}quiet{% endfilter %}{{ messages[-1].content[::-1] }}{{ dict(a=1).items()|list }}"""  # noqa: E501
 
 
@@ -173,6 +173,9 @@ def test_nothing_escapes_the_sandbox(template):
 
 
 BOMBS = [
+    "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+    "NS(1, t=1) %}60TIMES{% set ns.s = [ns.s, ns.s] %}{% set ns.t = [ns.t, ns.t] %}END{{ ns.s == ns.t }}",
+    "NS(1, t=1) %}60TIMES{% set ns.s = {1: ns.s, 2: ns.s} %}{% set ns.t = {1: ns.t, 2: ns.t} %}END{{ ns.s == ns.t }}",  # noqa: E501
     "{% for i in range(10**9) %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
@@ -181,7 +184,7 @@ BOMBS = [
     "{{ 10**10 * 'x' }}",
     "{{ [0] * 10**9 }}",
     "{{ 10**10**10 }}",
-    "{% set ns = namespace(x=2) %}{% for i in range(99999) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x=2) %}{% for i in range(99999) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",  # noqa: E501
     "NS('x') %}60TIMES{% set ns.s = ns.s + ns.s %}END{{ ns.s }}",
     "NS('x') %}60TIMES{% set ns.s = ns.s ~ ns.s %}END{{ ns.s }}",
     "NS(['x']) %}60TIMES{% set ns.s = [ns.s, ns.s] %}END{{ ns.s }}",

@@ -241,7 +241,8 @@ def test_real_files_open_fast(name):
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    "name", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)]  # GGUFReader needs 10 s
+    "name",
+    ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)],  # GGUFReader needs 10 s
 )
 def test_real_files_equal_the_gguf_package(name):
     path = resolve(name)

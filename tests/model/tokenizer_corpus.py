@@ -30,13 +30,13 @@ CORPUS: dict[str, str] = {
     "european": "Grüße, naïve façade — „Zitat“ «guillemets» ¿qué? ¡sí! Łódź ŽŠČ ßẞ",
     "old_scripts": "𒀀𒀁 𓀀𓀁 𐎀 ᚠᚢᚦ 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𝟙𝟚𝟛 \U0010fffd \ue000",
     "maths": "∀x∈ℝ: ⌈x⌉ = −⌊−x⌋, α ∧ ¬β ≤ ∞ ∑∏√ ≠ ± × ÷",
-    "code": 'def f(x: int) -> str:\n    """Doc."""\n\tif x >= 10 and not x % 2:\n        return f"{x!r:>{8}}"\n',
+    "code": 'def f(x: int) -> str:\n    """Doc."""\n\tif x >= 10 and not x % 2:\n        return f"{x!r:>{8}}"\n',  # noqa: E501
     "json": '{"a": [1, 2.5e-3, null, true], "b": {"c\\n": "\\u00e9"}}',
     "html": "<p class='x'>a &amp; b</p><br/></s><b>bold</b><h1>t</h1><table><tr><td>",
     "url": "https://example.org/path?q=a%20b&x=1#frag user@example.com C:\\dir\\file.txt",
     "specials": "<|im_start|>user\nhi<|im_end|>\n<bos><eos><pad><unk><s></s><mask>"
     "<start_of_turn>model\nok<end_of_turn><|endoftext|>x<start_of_image><unused5>[multimodal]",
-    "special_edges": " <|im_end|> <|im_end|><|im_end|>  <end_of_turn>\n\n<end_of_turn> a<bos>b <bo s> <<bos>>",
+    "special_edges": " <|im_end|> <|im_end|><|im_end|>  <end_of_turn>\n\n<end_of_turn> a<bos>b <bo s> <<bos>>",  # noqa: E501
     "almost_special": "<|im_start <|im_end| |> <|endoftext> <end_of_turn <unused99999> <0x41> <0xE2>",
     "visible_space": "a▁b ▁▁ c▁▁▁ Ġtoken Ċ Ã© ▁",
     "long_word": "a" * 500 + "Pneumonoultramicroscopicsilicovolcanoconiosis" * 10,

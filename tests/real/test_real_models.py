@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import larql_kv as lk
+from larql_kv.bench.text import TEXT
 from larql_kv.model.catalog import resolve
 from larql_kv.policy import divergence
 from tests.models import needs_gemma, needs_smollm2, real
@@ -35,6 +36,8 @@ def reference(name: str) -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32
         )
+        model.hf_quantizer = None  # the weights are plain float32 now; it would refuse to save them
+        del model.config.quantization_config
         model.save_pretrained(saved)
     return transformers.AutoModelForCausalLM.from_pretrained(
         saved, dtype=torch.float32, attn_implementation="eager"
@@ -43,10 +46,8 @@ def reference(name: str) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def text_ids(name: str) -> list[int]:
-    text = Path("docs/architecture.md").read_text() + Path("README.md").read_text()
-    ids = real(name).tokenizer.encode(text)
-    while len(ids) < TOKENS:
-        ids = ids + ids
+    ids = real(name).tokenizer.encode(TEXT + TEXT[::2])  # real sentences, then a hard, unlikely tail
+    assert len(ids) >= TOKENS
     return ids[:TOKENS]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,9 @@ def machine_facts() -> dict[str, Any]:
 def cpu_model() -> str:
     """The processor's name with what tells its generation apart (clouds hide the model number)."""
     try:
-        fields = dict(
-            (part.strip() for part in line.split(":", 1))
-            for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-            if ":" in line
-        )
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        pairs = (line.partition(":") for line in lines)
+        fields = {name.strip(): value.strip() for name, _, value in pairs}
     except OSError:
         return platform.processor() or "unknown"
     flags = fields.get("flags", "").split()
@@ -68,3 +67,29 @@ def peak_rss() -> int | None:
     except OSError:
         pass
     return None
+
+
+class OtherLoad:
+    """What other processes used of the machine since this was made; timings taken meanwhile show it."""
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """(wall seconds, CPU seconds of every process, CPU seconds of this one); None without /proc/stat."""
+        try:
+            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        except OSError:
+            return None
+        user, nice, system, _idle, _wait, irq, softirq, steal = map(int, fields)
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), busy, time.process_time()
+
+    def cores(self) -> float | None:
+        """Mean number of cores that others kept busy (stolen time included), None where unknown."""
+        begin, now = self._begin, self._now()
+        if begin is None or now is None or now[0] <= begin[0]:
+            return None
+        wall, busy, own = (after - before for after, before in zip(now, begin, strict=True))
+        return max(0.0, busy - own) / wall

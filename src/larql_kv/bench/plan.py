@@ -115,6 +115,7 @@ class Report:
     bandwidth: float | None  # GB/s, measured in this run
     rows: list[Row]
     order: list[tuple[int, str, str]]  # (repeat, phase, spec) as it was run: shows the interleaving
+    other_cores: float | None = None  # cores that other processes kept busy meanwhile
 
     @property
     def exit_code(self) -> int:

@@ -5,6 +5,7 @@
     model       the name given; dtype: the execution form; facts: bytes_per_step, kv_dtype, ...
     machine     {cpu, cores, threads, load_1min, system, python, torch, larql_kv, commit}
     bandwidth_gb_per_s   read bandwidth measured in this run, or null
+    other_cores   cores that other processes kept busy during the timed part, mean; null where unknown
     prompt, prompt_tokens, tokens, warmup, repeats, contexts
     results[]   one per engine:
       engine       canonical spec text; backend: the path that ran; policy {canonical, derivative, contract}
@@ -58,6 +59,7 @@ def report_dict(report: Report) -> dict[str, Any]:
         "facts": report.facts,
         "machine": report.machine,
         "bandwidth_gb_per_s": report.bandwidth,
+        "other_cores": report.other_cores,
         "prompt": plan.prompt,
         "prompt_tokens": len(plan.prompt_ids),
         "tokens": plan.tokens,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from larql_kv.bench.checks import contract_of, stages_of
-from larql_kv.bench.machine import machine_facts
+from larql_kv.bench.machine import OtherLoad, machine_facts
 from larql_kv.bench.plan import RECOMPUTE_STEPS, RECOMPUTE_WARMUP, Failure, Plan, Progress, Report, Row
 from larql_kv.bench.stats import round_robin, same_beginning
 from larql_kv.bench.sweep import run_sweep
@@ -152,8 +152,10 @@ def run_bench(
         progress(f"warm {contestant.spec.text}")
         with contestant.guarded():
             contestant.warm()
+    others = OtherLoad()
     for repeat in range(plan.repeats):
         _run_repeat(repeat, field, plan, order, progress)
+    other_cores = others.cores()
     reference = _standard_ids(model, field, plan)
     for contestant in field:
         _settle(contestant, reference, progress)
@@ -162,7 +164,7 @@ def run_bench(
     facts = model.decoder.facts()
     return Report(
         *(int(time.time()), name or model.source, str(facts.get("form", "")), facts, machine_facts()),
-        *(plan, bandwidth, [item.row for item in field], order),
+        *(plan, bandwidth, [item.row for item in field], order, other_cores),
     )
 
 

@@ -60,12 +60,14 @@ def heading(report: dict[str, Any]) -> str:
     machine = report["machine"]
     bandwidth = report["bandwidth_gb_per_s"]
     read = "not measured" if bandwidth is None else f"{bandwidth:.1f} GB/s"
+    others = report["other_cores"]
+    noise = f"; NOISY: other processes kept {others:.1f} cores busy" if others and others > 0.1 else ""
     return (
         f"{report['model']} ({report['dtype']}, K/V {report['facts'].get('kv_dtype', '?')}): prompt of "
         f"{report['prompt_tokens']} tokens, {report['tokens']} steps after {report['warmup']} of warm-up, "
         f"{report['repeats']} repeats, engines in turns\n"
         f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, commit "
-        f"{machine['commit'] or 'none'}; memory reads at {read}"
+        f"{machine['commit'] or 'none'}; memory reads at {read}{noise}"
     )
 
 

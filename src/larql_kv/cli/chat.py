@@ -25,6 +25,7 @@ HELP = """/help    this text
 def chat(session: Session, settings: Settings) -> None:
     """Answer lines from stdin until it ends or /quit. Prompts are shown only to a person at a terminal."""
     interactive = sys.stdin.isatty()
+    settings.notice.stop()
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())
@@ -55,7 +56,7 @@ def turn(session: Session, line: str, settings: Settings) -> None:
 
     def answer_ids(ids: list[int]) -> Answer:
         return stream_answer(
-            session.engine, ids, settings.max_tokens, settings.options, write, began=settings.began
+            session.engine, ids, settings.max_tokens, settings.options, settings.show, began=settings.began
         )
 
     try:

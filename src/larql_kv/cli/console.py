@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,7 +25,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def prepare_streams() -> None:
     """Characters that the terminal's encoding lacks become `?` instead of an exception."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
@@ -59,6 +61,28 @@ def _line(text: str, style: str) -> None:
     text = clean(text)
     sys.stderr.write(f"\x1b[{style}m{text}\x1b[0m\n" if styled(sys.stderr) else text + "\n")
     sys.stderr.flush()
+
+
+class SlowNotice:
+    """A line for whoever waits at a terminal: the first run on a machine compiles its kernels."""
+
+    TEXT = "still preparing: the first run on a machine compiles its kernels, the next ones start at once"
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        self._seconds = seconds
+        self._timer: threading.Timer | None = None
+
+    def start(self) -> None:
+        """Say so after some seconds, unless `stop` comes first."""
+        if self._timer is None and sys.stderr.isatty():
+            self._timer = threading.Timer(self._seconds, note, (self.TEXT,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def stop(self) -> None:
+        """Something was shown, or went wrong: nobody waits any more."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def styled(stream: TextIO) -> bool:

@@ -18,7 +18,7 @@ from larql_kv.cli.choose import (
     choose_request,
     raw_wanted,
 )
-from larql_kv.cli.console import EXIT_INTERRUPTED, note, print_json, warn, write
+from larql_kv.cli.console import EXIT_INTERRUPTED, SlowNotice, note, print_json, warn, write
 
 if TYPE_CHECKING:
     from larql_kv.cli.session import Session
@@ -37,6 +37,12 @@ class Settings:
     verbose: bool
     began: float
     warnings: list[str] = field(default_factory=list)
+    notice: SlowNotice = field(default_factory=SlowNotice)
+
+    def show(self, text: str) -> None:
+        """Model text to stdout."""
+        self.notice.stop()
+        write(text)
 
     def warn(self, text: str) -> None:
         """Say it on stderr now, and in the JSON object later."""
@@ -129,15 +135,19 @@ def run_command(
     settings = Settings(limit, options, top, verbose, began)
     for text in choice.warnings:
         settings.warn(text)
-    built = _build(request.model, choice, device, dtype)
-    built.profile(verbose)
-    session = _session(built, raw_wanted(raw), system, settings)
-    if request.prompt is None:
-        from larql_kv.cli.chat import chat
+    settings.notice.start()
+    try:
+        built = _build(request.model, choice, device, dtype)
+        built.profile(verbose)
+        session = _session(built, raw_wanted(raw), system, settings)
+        if request.prompt is None:
+            from larql_kv.cli.chat import chat
 
-        chat(session, settings)
-    else:
-        _answer_once(session, request.prompt, settings, as_json)
+            chat(session, settings)
+        else:
+            _answer_once(session, request.prompt, settings, as_json)
+    finally:
+        settings.notice.stop()
 
 
 def _sampling(**options: Any) -> dict[str, Any]:
@@ -176,7 +186,7 @@ def _answer_once(session: Session, prompt: str, settings: Settings, as_json: boo
     engine = session.engine
 
     def answer_ids(ids: list[int]) -> Answer:
-        show = _discard if as_json else write
+        show = _discard if as_json else settings.show
         return stream_answer(
             engine, ids, settings.max_tokens, settings.options, show, settings.top, settings.began
         )

@@ -58,9 +58,10 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path | HubId:
         return _CATALOG[text.lower()]()
     path = Path(text).expanduser()
     try:
-        if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+        is_model = path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf")
+        if text and is_model:
             return path
-        exists = path.exists()
+        exists = bool(text) and path.exists()
     except (OSError, ValueError) as error:  # a name too long, a NUL in it
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{text[:200]!r} is no usable path: {reason}") from error

@@ -6,7 +6,8 @@ is one query head of one row; `group` of them share a K/V head. Positions are ab
 from __future__ import annotations
 
 import numpy as np
-from numba import get_thread_id, njit, prange
+from numba import njit, prange
+from numba.np.ufunc import get_thread_id
 
 from larql_kv.backends.cpu.attention_tiles import (
     copy_row,

@@ -13,9 +13,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
-from larql_kv.backends.cpu.simd import F32, I64, LANES, Emit, outlined, void_op
+from larql_kv.backends.cpu.simd import F32, I64, LANES, Emit, intrinsic, outlined, void_op
 from larql_kv.backends.cpu.vmath import emit_exp, emit_tanh
 
 Value = Any

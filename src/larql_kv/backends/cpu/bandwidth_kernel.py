@@ -6,10 +6,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import prange
-from numba.extending import intrinsic
 
 from larql_kv.backends.cpu.runtime import kernel
-from larql_kv.backends.cpu.simd import I64, Emit, outlined, void_op
+from larql_kv.backends.cpu.simd import I64, Emit, intrinsic, outlined, void_op
 
 
 def _read_body(e: Emit, data: Any, groups: Any, out: Any) -> None:

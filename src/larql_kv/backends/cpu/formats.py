@@ -4,17 +4,17 @@ The output rows of a matrix are cut into blocks of 64 (the last one zero padded)
 along k (the input features); in a record every array has the 64 outputs innermost, so that vector lanes are
 outputs and no reduction ever crosses lanes:
 
-| format    | k a record | record                                                         | weight           |
-|-----------|-----------:|----------------------------------------------------------------|------------------|
-| f32       |          1 | f32[64]                                                        | as stored        |
-| bf16, f16 |          1 | u16[64] / f16[64]                                              | as stored        |
-| i8        |         32 | scale f16[64], q i8[32][64]                                    | q*scale          |
-| i8_k      |        256 | d f16[64], 16 x (sc i8[64], q i8[16][64])                      | q*(d*sc)         |
-| i8m       |         32 | scale f16[64], min f16[64], q i8[32][64]                       | q*scale + min    |
-| i8m_k     |        256 | d f16[64], dmin f16[64], 8 x (sc u8[64], m u8[64], q i8[32][64]) | q*(d*sc)-(dmin*m)|
-| u4z       |         32 | scale f16[64], q u32[4][64]                                    | q*scale - 8*scale|
-| u4m       |         32 | scale f16[64], min f16[64], q u32[4][64]                       | q*scale + min    |
-| u4m_k     |        256 | d f16[64], dmin f16[64], 8 x (sc u8[64], m u8[64], q u32[4][64]) | q*(d*sc)-(dmin*m)|
+| format    | k/record | record                                                         | weight           |
+|-----------|---------:|----------------------------------------------------------------|------------------|
+| f32       |        1 | f32[64]                                                        | as stored        |
+| bf16, f16 |        1 | u16[64] / f16[64]                                              | as stored        |
+| i8        |       32 | scale f16[64], q i8[32][64]                                    | q*scale          |
+| i8_k      |      256 | d f16[64], 16 x (sc i8[64], q i8[16][64])                      | q*(d*sc)         |
+| i8m       |       32 | scale f16[64], min f16[64], q i8[32][64]                       | q*scale + min    |
+| i8m_k     |      256 | d f16[64], dmin f16[64], 8 x (sc u8[64], m u8[64], q i8[32][64]) | q*(d*sc)-(dmin*m)|
+| u4z       |       32 | scale f16[64], q u32[4][64]                                    | q*scale - 8*scale|
+| u4m       |       32 | scale f16[64], min f16[64], q u32[4][64]                       | q*scale + min    |
+| u4m_k     |      256 | d f16[64], dmin f16[64], 8 x (sc u8[64], m u8[64], q u32[4][64]) | q*(d*sc)-(dmin*m)|
 
 A u32 holds the 4-bit codes of 8 consecutive k, the first one lowest. Every product above is exact in float32
 (at most 24 significant bits), so one fma gives the bits of the reference dequantisation, which rounds once.
@@ -27,9 +27,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
-from numba.extending import intrinsic
 
-from larql_kv.backends.cpu.simd import I64, Emit, outlined, void_op
+from larql_kv.backends.cpu.simd import I64, Emit, intrinsic, outlined, void_op
 
 BLOCK = 64  # outputs a block
 _COLUMNS = range(4)  # vectors of 16 outputs in a block

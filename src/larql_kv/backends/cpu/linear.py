@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +17,11 @@ from larql_kv.backends.cpu.linear_kernels import (
     small_kernel,
     unpack_bf16_kernel,
 )
-from larql_kv.backends.cpu.runtime import sync_threads
+from larql_kv.backends.cpu.runtime import sync_threads, thread_scratch
 from larql_kv.backends.cpu.unpack import KIND_CODES, STORED_BLOCK, pack_kernel, rows_kernel
 from larql_kv.model.tensors import RawTensor
 
 SMALL_ROWS = 8  # up to here a packed block is read directly, above by float32 panels (or a bf16 product)
-_scratch: dict[str, Tensor] = {}
 
 
 def _aligned_bytes(size: int) -> Tensor:
@@ -137,7 +135,7 @@ class PackedLinear:
         if n > SMALL_ROWS and self.gemm_bf16 and not invariant:
             y = F.linear(x.bfloat16(), self._bf16_weight()).float()
             return y if self._bias is None else y.add_(self._bias)
-        out = torch.empty((n, self.out_features), dtype=torch.float32)
+        out = x.new_empty(n, self.out_features)
         if n == 0:
             return out
         threads = sync_threads()
@@ -151,7 +149,7 @@ class PackedLinear:
                     out_at + 4 * first, stride, outputs, bias, pad, MAX_ROWS,
                 )  # fmt: skip
             return out
-        pad = _thread_scratch("panel", threads, (PANEL_K + ROW_CHUNK) * BLOCK)
+        pad = thread_scratch("panel", threads * (PANEL_K + ROW_CHUNK) * BLOCK)
         for fmt, w, blocks, block_bytes, records, first, outputs in self._fixed:
             bias = self._bias_at + 4 * first if self._bias_at else 0
             panel_kernel(
@@ -162,7 +160,7 @@ class PackedLinear:
 
     def pad_address(self, threads: int) -> int:
         """Scratch of the small-row kernels: (threads, 4, 64) float32."""
-        return _thread_scratch("small", threads, 4 * BLOCK)
+        return thread_scratch("small", threads * 4 * BLOCK)
 
     def gated_plan(self) -> tuple[int, ...] | None:
         """(code, address, block bytes) of the first and of the second half of the outputs, then the records
@@ -191,7 +189,7 @@ class PackedLinear:
     def _bf16_weight(self) -> Tensor:
         if self._bf16 is None:
             weight = torch.empty((self.out_features, self.in_features), dtype=torch.bfloat16)
-            pad = _thread_scratch("panel", sync_threads(), (PANEL_K + ROW_CHUNK) * BLOCK)
+            pad = thread_scratch("panel", sync_threads() * (PANEL_K + ROW_CHUNK) * BLOCK)
             for fmt, w, blocks, block_bytes, records, first, outputs in self._fixed:
                 unpack_bf16_kernel(
                     fmt.code, w, blocks, block_bytes, records, fmt.record_k, fmt.record_bytes,
@@ -199,18 +197,6 @@ class PackedLinear:
                 )  # fmt: skip
             self._bf16 = weight
         return self._bf16
-
-
-def _thread_scratch(name: str, threads: int, floats: int) -> int:
-    """Address of scratch that holds `floats` float32 per thread, kept between calls.
-
-    Concurrent callers may not share it, so it is per Python thread.
-    """
-    key = f"{name}:{threading.get_ident()}"
-    held = _scratch.get(key)
-    if held is None or held.numel() < threads * floats:
-        held = _scratch[key] = torch.empty(threads * floats, dtype=torch.float32)
-    return held.data_ptr()
 
 
 def pack_linear(raws: list[RawTensor], *, gemm_bf16: bool) -> PackedLinear:

@@ -6,7 +6,8 @@ either, whatever the other rows, the thread count and the chunking.
 
 from __future__ import annotations
 
-from numba import get_thread_id, prange
+from numba import prange
+from numba.np.ufunc import get_thread_id
 
 from larql_kv.backends.cpu.formats import block_panel, block_rows, copy64, zero64
 from larql_kv.backends.cpu.runtime import kernel

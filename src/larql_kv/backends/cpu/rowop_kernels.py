@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import get_thread_id, njit, prange
+from numba import njit, prange
 from numba.core import types
-from numba.extending import intrinsic
+from numba.np.ufunc import get_thread_id
 
 from larql_kv.backends.cpu.formats import block_rows, zero64
 from larql_kv.backends.cpu.runtime import kernel
-from larql_kv.backends.cpu.simd import F32, I64, Emit, outlined, void_op
+from larql_kv.backends.cpu.simd import F32, I64, Emit, intrinsic, outlined, void_op
 from larql_kv.backends.cpu.vmath import emit_activation
 
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}

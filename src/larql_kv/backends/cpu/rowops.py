@@ -30,14 +30,13 @@ def _check_weight(weight: Tensor, size: int) -> int:
     return weight.data_ptr()
 
 
-def _norm(x: Tensor, out: Tensor, weight: int, eps: float, mode: int) -> None:
-    n, size = x.shape
-    args = (x.data_ptr(), out.data_ptr(), n, size, weight, mode)
+def _norm(x: Tensor, out: Tensor, n: int, size: int, weight: Tensor, eps: float, mode: int) -> None:
+    at = _check_weight(weight, size)
     if n * size >= PARALLEL_FLOATS:
         sync_threads()
-        norm_kernel(*args, eps)
+        norm_kernel(x.data_ptr(), out.data_ptr(), n, size, at, mode, eps)
     else:  # a launch over threads costs more than it saves
-        norm_kernel_serial(*args, eps)
+        norm_kernel_serial(x.data_ptr(), out.data_ptr(), n, size, at, mode, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, round_input: bool = False) -> Tensor:
@@ -45,11 +44,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, round_input: bool = False) -
 
     round_input: every x is first rounded to bf16 (nearest even), as a bf16 residual stream would hold it.
     """
-    if x.dim() != 2:
-        raise ValueError(f"x must be (n, H), got {tuple(x.shape)}")
-    check_rows(x, x.shape[1])
+    size = x.shape[-1]
+    n = check_rows(x, size)
     out = torch.empty_like(x)
-    _norm(x, out, _check_weight(weight, x.shape[1]), eps, 1 if round_input else 0)
+    _norm(x, out, n, size, weight, eps, 1 if round_input else 0)
     return out
 
 
@@ -57,11 +55,12 @@ def add_normed_(h: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> Tens
     """h += rms_norm(y, weight), or h += y without a weight; in place, (n, H) float32. Returns h."""
     if h.shape != y.shape or h.dim() != 2:
         raise ValueError(f"h {tuple(h.shape)} and y {tuple(y.shape)} must be the same (n, H)")
-    check_rows(h, h.shape[1], "h")
+    size = h.shape[1]
+    n = check_rows(h, size, "h")
     if weight is None:
         return h.add_(y)
-    check_rows(y, y.shape[1], "y")
-    _norm(y, h, _check_weight(weight, h.shape[1]), eps, 2)
+    check_rows(y, size, "y")
+    _norm(y, h, n, size, weight, eps, 2)
     return h
 
 
@@ -128,7 +127,7 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
         raise ValueError(f"gate_up must be (n, 2F), got {tuple(gate_up.shape)}")
     n = check_rows(gate_up, gate_up.shape[1], "gate_up")
     size = gate_up.shape[1] // 2
-    out = torch.empty((n, size), dtype=torch.float32)
+    out = gate_up.new_empty(n, size)
     if out.numel() >= PARALLEL_FLOATS:
         sync_threads()
         gated_kernel(gate_up.data_ptr(), out.data_ptr(), n, size, code)
@@ -145,7 +144,7 @@ def packed_gated(gate_up: PackedLinear, x: Tensor, activation: str, invariant: b
     if plan is None:
         return gated_act(gate_up(x, invariant), activation)
     check_rows(x, gate_up.in_features)
-    out = torch.empty((1, size), dtype=torch.float32)
+    out = x.new_empty(1, size)
     threads = sync_threads()
     gated_linear_kernel(*plan, x.data_ptr(), out.data_ptr(), size, gate_up.pad_address(threads), code)
     return out

@@ -6,7 +6,10 @@ torch is imported before numba, so that both share one OpenMP runtime (two of th
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import importlib
 import os
 import threading
 from collections.abc import Callable
@@ -17,8 +20,10 @@ import torch  # before numba: see the module's docstring
 
 # isort: split
 import numba
-from numba import config, njit
+from numba import njit
 from numba.core import types
+
+config: Any = numba.config  # its attributes are set at run time
 
 if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
     # Only an order: where omp is absent, numba goes on to the next one.
@@ -44,6 +49,20 @@ def _source_digest() -> str:
 _DIGEST = _source_digest()
 
 
+def _is_thread_safe() -> bool:
+    """Whether several Python threads may launch at once: not on numba's own workqueue, which aborts the
+    process."""
+    if config.THREADING_LAYER in ("default", "threadsafe", "safe", "forksafe", "omp", "tbb"):
+        for pool in ("omppool", "tbbpool"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(f"numba.np.ufunc.{pool}")
+                return True
+    return False
+
+
+_launch_lock = None if _is_thread_safe() else threading.Lock()
+
+
 def kernel(*, ints: int, floats: int = 0, parallel: bool = True) -> Callable[[Callable[..., None]], Any]:
     """Decorator: compile a function of `ints` int64 arguments then `floats` float32 ones, without the GIL,
     cached.
@@ -56,10 +75,21 @@ def kernel(*, ints: int, floats: int = 0, parallel: bool = True) -> Callable[[Ca
             parallel=parallel, nogil=True, cache=True, fastmath=False, boundscheck=False, error_model="numpy"
         )(function)
         cache_file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
-        if hasattr(cache_file, "_source_stamp"):  # private: without it the cache only follows one file
+        if cache_file is not None and hasattr(
+            cache_file, "_source_stamp"
+        ):  # private: without it the cache only follows one file
             cache_file._source_stamp = (_DIGEST, cache_file._source_stamp[-1])
         _KERNELS.append((dispatcher, (_I64,) * ints + (types.float64,) * floats))
-        return dispatcher
+        lock = _launch_lock
+        if lock is None or not parallel:
+            return dispatcher
+
+        @functools.wraps(function)
+        def locked(*args: Any) -> None:
+            with lock:
+                dispatcher(*args)
+
+        return locked
 
     return wrap
 
@@ -71,6 +101,11 @@ def precompile_all() -> int:
     return len(_KERNELS)
 
 
+def cache_hits() -> int:
+    """How many kernels of this process came from numba's cache instead of being compiled."""
+    return sum(sum(dispatcher.stats.cache_hits.values()) > 0 for dispatcher, _ in _KERNELS)
+
+
 def sync_threads() -> int:
     """Make numba use `torch.get_num_threads()` threads in this Python thread; returns that number."""
     wanted = torch.get_num_threads()
@@ -78,3 +113,21 @@ def sync_threads() -> int:
         numba.set_num_threads(min(wanted, config.NUMBA_NUM_THREADS))
         _thread_state.count = wanted
     return wanted
+
+
+def thread_scratch(name: str, floats: int) -> int:
+    """Address of scratch for `floats` float32, kept between calls and grown when needed.
+
+    Every Python thread has its own, so that concurrent callers cannot write into each other's.
+    """
+    held = getattr(_thread_state, name, None)
+    if held is None or held[0] < floats:
+        buffer = torch.empty(floats, dtype=torch.float32)
+        held = (floats, buffer.data_ptr(), buffer)
+        setattr(_thread_state, name, held)
+    return held[1]
+
+
+def scratch_bytes() -> int:
+    """Bytes of scratch that the calling Python thread holds (for a ledger)."""
+    return sum(4 * held[0] for held in vars(_thread_state).values() if isinstance(held, tuple))

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
+from numba import extending
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 LANES = 16
 F32, F16, I8, I16, I32, I64 = (
@@ -32,12 +32,18 @@ _V_BOOL = ir.VectorType(ir.IntType(1), LANES)
 Value = Any  # an llvmlite value
 
 
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """numba's decorator, untyped: the result lacks the first parameter (the typing context)."""
+    return extending.intrinsic(function)
+
+
 @functools.cache
 def has_avx512() -> bool:
     """Whether numba generates code for a machine with AVX512F (it may be told of another CPU)."""
     from numba.core.registry import cpu_target
 
-    features = cpu_target.target_context.codegen()._tm_features
+    context: Any = cpu_target.target_context
+    features = context.codegen()._tm_features
     return "+avx512f" in features.split(",")
 
 
