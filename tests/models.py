@@ -13,7 +13,7 @@ from tests import tiny_models
 
 FAMILIES = sorted(tiny_models.FAMILIES)
 ENGINES = [entry.name for entry in lk.engines()]
-# One windowless and one windowed spec of every registered engine that takes a window: a new engine is in at once.
+# Every registered engine, and once more with a window where it takes one: a new engine is in at once.
 SPECS = [
     spec
     for entry in lk.engines()
@@ -25,7 +25,7 @@ SPECS = [
 ]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tiny(family: str, dtype: str = "float32") -> Model:
     return lk.load_model(tiny_models.model_dir(family), dtype=dtype)
 

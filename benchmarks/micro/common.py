@@ -65,7 +65,7 @@ def median_seconds(call: Callable[[int], object], budget: float, least: int = 5)
 
 
 def random_raw(kind: str, out: int, inner: int, seed: int = 0) -> RawTensor:
-    """A stored matrix (out, inner) of random codes with small scales; arithmetic does not depend on values."""
+    """A stored matrix (out, inner) of random codes with small scales: the time does not depend on values."""
     random = np.random.default_rng(seed)
     if kind in ("F32", "F16", "BF16"):
         values = random.standard_normal((out, inner)).astype(np.float32)
@@ -83,7 +83,7 @@ def random_raw(kind: str, out: int, inner: int, seed: int = 0) -> RawTensor:
 
 
 def copies(kind: str, out: int, inner: int, total_bytes: int, gemm_bf16: bool = False) -> list[PackedLinear]:
-    """Packed copies of one matrix of at least `total_bytes` together: in turns, they come from memory, not cache."""
+    """Packed copies of one matrix, `total_bytes` or more together: used in turns, they come from memory."""
     raw = random_raw(kind, out, inner)
     first = ops.pack_linear([raw], gemm_bf16=gemm_bf16)
     count = max(1, -(-total_bytes // first.nbytes))

@@ -1,4 +1,4 @@
-"""A prompt's rows times a packed matrix: GFLOP/s of both execution forms, beside torch's own float32 product."""
+"""A prompt's rows times a packed matrix: GFLOP/s of both execution forms, beside torch's own product."""
 
 from __future__ import annotations
 

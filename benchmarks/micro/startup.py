@@ -1,4 +1,4 @@
-"""What a user waits for before the first token: import, header, tokenizer, packing, first token of a process."""
+"""What a user waits for before the first token: import, header, tokenizer, packing, a whole process."""
 
 from __future__ import annotations
 

@@ -38,7 +38,38 @@ _EXPORTS = {
 }
 
 
-__all__ = [*_EXPORTS, "__version__"]
+__all__ = [
+    "BackendFailure",
+    "BackendUnavailable",
+    "BoundedKL",
+    "BoundedKLPerLayer",
+    "DenseFfn",
+    "EmptyPrompt",
+    "EngineError",
+    "Exact",
+    "ExactWithinWindow",
+    "FfnBackend",
+    "InvariantViolation",
+    "KvEngine",
+    "LarqlError",
+    "Ledger",
+    "Model",
+    "ModelError",
+    "RemoteError",
+    "RetrievalMiss",
+    "SpecError",
+    "StatePolicy",
+    "StoreError",
+    "TaskLevel",
+    "Token",
+    "__version__",
+    "build_engine",
+    "describe",
+    "engines",
+    "generate_with_engine",
+    "load_model",
+    "parse_spec",
+]
 
 if TYPE_CHECKING:
     from larql_kv.engine import KvEngine, Token, build_engine, engines, generate_with_engine

@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from larql_kv.errors import SpecError
 from larql_kv.policy import StatePolicy
@@ -110,13 +110,14 @@ def engine(name: str, aliases: tuple[str | Alias, ...] = ()) -> Callable[[SpecCl
     def register(spec_class: SpecClass) -> SpecClass:
         spec_class.engine_name = name
         known = tuple(alias if isinstance(alias, Alias) else Alias(alias) for alias in aliases)
+        defaults = cast(EngineSpec, spec_class())
         entry = EngineEntry(
             name=name,
             aliases=known,
             kind=spec_class.kind,
             description=(spec_class.__doc__ or "").strip().splitlines()[0],
             keys=tuple(_key_info(spec_class, spec_field) for spec_field in fields(spec_class)),
-            policy=spec_class().policy,
+            policy=defaults.policy,
             spec_class=spec_class,
         )
         for taken in (name, *(alias.name for alias in known)):

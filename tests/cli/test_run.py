@@ -224,6 +224,13 @@ def test_chat_survives_a_turn_that_is_too_long(larql, chat_model):
     assert second < 100
 
 
+def test_ctrl_c_before_the_first_token_drops_the_turn(larql, chat_model, failing):
+    failing(KeyboardInterrupt())
+    result = larql("run", chat_model, stdin="hi\nthere\n")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr.count("this turn is dropped") == 2
+
+
 def test_chat_dies_of_a_broken_engine_only(larql, chat_model, failing):
     failing(InvariantViolation("broken"))
     assert larql("run", chat_model, stdin="hi\n").exit_code == 1

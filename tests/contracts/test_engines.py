@@ -28,7 +28,8 @@ def test_contract_holds_in_bits(family: str, spec: str) -> None:
     engine = lk.build_engine(spec, tiny(family))
     report = engine.policy.contract.check(engine, _ids(engine.model), prompt_tokens=11, free_tokens=20)
     assert report.verdict == Verdict.BITS, report
-    assert report.noise_floor.max_kl == 0 and report.noise_floor.same_bits
+    assert report.noise_floor.max_kl == 0
+    assert report.noise_floor.same_bits
     assert report.first_divergence is None
     assert sum(report.forms.values()) == pytest.approx(1)
 

@@ -96,8 +96,12 @@ class _Breaking(lk.DenseFfn):
 
 @each_engine
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError(), KeyboardInterrupt(), lk.RemoteError("gone")])
-def test_a_failed_or_interrupted_call_leaves_the_engine_as_it_was(spec: str, family: str, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [RuntimeError("out of memory"), MemoryError(), KeyboardInterrupt(), lk.RemoteError("gone")]
+)
+def test_a_failed_or_interrupted_call_leaves_the_engine_as_it_was(
+    spec: str, family: str, error: BaseException
+) -> None:
     model = tiny(family)
     ids = tiny_models.sample_ids(30, model.config.vocab)
     witness = lk.build_engine(spec, model)
@@ -129,7 +133,9 @@ def test_weights_that_give_no_numbers_are_a_backend_failure(spec: str) -> None:
 
 def test_residual_engines_check_their_preconditions_when_built() -> None:
     model = tiny("llama")
-    strange = dataclasses.replace(model.config, kv_inputs=frozenset({"residual", "position", "layer 3's K/V"}))
+    strange = dataclasses.replace(
+        model.config, kv_inputs=frozenset({"residual", "position", "layer 3's K/V"})
+    )
     doctored = dataclasses.replace(model, config=strange)
     with pytest.raises(lk.ModelError, match="layer 3's K/V"):
         lk.build_engine("markov-rs", doctored)
@@ -152,7 +158,9 @@ def test_rows_made_under_another_ffn_are_not_continued() -> None:
     with pytest.raises(lk.InvariantViolation, match="reset"):
         lk.generate_with_engine(engine, Other(model), [5, 6, 7, 8], 3)
     assert engine.tokens[:3] == [5, 6, 7]
-    same = lk.generate_with_engine(engine, lk.DenseFfn(model), [5, 6, 7, 8], 3)  # equal, not identical: goes on
+    same = lk.generate_with_engine(
+        engine, lk.DenseFfn(model), [5, 6, 7, 8], 3
+    )  # equal, not identical: goes on
     assert len(same) == 3
     engine.reset()
     assert lk.generate_with_engine(engine, Other(model), [5, 6, 7, 8], 3) == same

@@ -17,7 +17,7 @@ from tests.models import tiny
 
 
 def test_starts_from_rows_at_a_middle_layer_and_injects_after_one() -> None:
-    """What a retrieval engine needs: layers 2.. from given rows, a vector added to the last row after layer 2.
+    """What a retrieval engine needs: layers 2.. from given rows, a vector added after layer 2.
 
     The independent reference is transformers with a forward hook on that layer.
     """
@@ -29,7 +29,7 @@ def test_starts_from_rows_at_a_middle_layer_and_injects_after_one() -> None:
 
     state = KVState(model)
     state.begin(0, len(ids))
-    middle = model.forward(model.embed(ids), 0, state, ffn, layers=range(0, 2))
+    middle = model.forward(model.embed(ids), 0, state, ffn, layers=range(2))
 
     def inject(layer: int, rows: torch.Tensor) -> torch.Tensor:
         return torch.cat((rows[:-1], rows[-1:] + delta)) if layer == 2 else rows
@@ -102,7 +102,10 @@ def test_an_ffn_outside_the_process(spec: str) -> None:
         assert isinstance(caught.value.__cause__, lk.RemoteError)
         assert remote.tokens == held
         # Nothing is lost: with a working FFN that computes the same, the sequence goes on.
-        with pytest.raises(lk.InvariantViolation) if spec != "no-cache" else _nothing(), remote.using(lk.DenseFfn(model)):
+        with (
+            pytest.raises(lk.InvariantViolation) if spec != "no-cache" else _nothing(),
+            remote.using(lk.DenseFfn(model)),
+        ):
             remote.decode_step(6)
     finally:
         process.kill()

@@ -35,7 +35,9 @@ def test_greedy_equals_transformers(spec: str) -> None:
     tokens = [token.id for token in engine.generate(ids, 20, ignore_stop_tokens=True)]
     assert tokens == _greedy(model, ids, 20)
     seen: list[tuple[int, str]] = []
-    again = lk.generate_with_engine(lk.build_engine(spec, model), None, ids, 5, lambda *pair: seen.append(pair))
+    again = lk.generate_with_engine(
+        lk.build_engine(spec, model), None, ids, 5, lambda *pair: seen.append(pair)
+    )
     assert again == [token for token, _ in seen]
     assert again == tokens[: len(again)]
 
@@ -49,8 +51,12 @@ def test_the_longest_common_prefix_is_reused_and_changes_nothing(spec: str) -> N
     list(engine.generate(ids[:40], 4, ignore_stop_tokens=True))
     held = engine.tokens
     assert len(held) == 43  # the last token chosen was not run
-    for prompt in (held + ids[40:50], ids[:39] + [5], ids[:20] + ids[30:40], ids[50:], held):
-        common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(engine.tokens, prompt, strict=False))))
+    for prompt in (held + ids[40:50], [*ids[:39], 5], ids[:20] + ids[30:40], ids[50:], held):
+        common = len(
+            list(
+                itertools.takewhile(lambda pair: pair[0] == pair[1], zip(engine.tokens, prompt, strict=False))
+            )
+        )
         common = min(common, len(prompt) - 1)
         got = [token.id for token in engine.generate(prompt, 3, ignore_stop_tokens=True)]
         fresh = lk.build_engine(spec, model)
@@ -59,7 +65,7 @@ def test_the_longest_common_prefix_is_reused_and_changes_nothing(spec: str) -> N
         assert engine.reused_tokens in ((0, common) if keeps else (0,))
     engine.reset()
     list(engine.generate(ids[:10], 2, ignore_stop_tokens=True))
-    list(engine.generate(ids[:10] + [9], 2, ignore_stop_tokens=True))
+    list(engine.generate([*ids[:10], 9], 2, ignore_stop_tokens=True))
     assert engine.reused_tokens == (10 if keeps else 0), "appending must never lose the prefix"
 
 
@@ -98,7 +104,9 @@ def test_stop_strings_cut_the_text_and_are_never_shown() -> None:
         tokens = list(engine.generate(ids, 30, stop=stop, ignore_stop_tokens=True))
         assert "".join(token.text for token in tokens) == text[:first]
         assert tokens[-1].finish == "stop"
-    unmatched = "".join(t.text for t in engine.generate(ids, 30, stop=text[-2:] + "☃", ignore_stop_tokens=True))
+    unmatched = "".join(
+        t.text for t in engine.generate(ids, 30, stop=text[-2:] + "☃", ignore_stop_tokens=True)
+    )
     assert unmatched == text, "text held back for a stop string that never came must be flushed"
 
 
@@ -166,9 +174,11 @@ def test_repetition_penalty() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 1},
-     {"repetition_penalty": 0}, {"stop": ""}, {"stop": ["a", ""]}],
-)  # fmt: skip
+    [
+        *({"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}),
+        *({"min_p": 1}, {"repetition_penalty": 0}, {"stop": ""}, {"stop": ["a", ""]}),
+    ],
+)
 def test_options_out_of_range(bad: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         SamplingOptions(**bad)
@@ -176,7 +186,9 @@ def test_options_out_of_range(bad: dict) -> None:
 
 def test_logits_are_handed_out_on_request() -> None:
     model = tiny("llama")
-    tokens = list(lk.build_engine("standard", model).generate([5, 6], 3, with_logits=True, ignore_stop_tokens=True))
+    tokens = list(
+        lk.build_engine("standard", model).generate([5, 6], 3, with_logits=True, ignore_stop_tokens=True)
+    )
     assert all(token.logits.shape == (1, model.config.vocab) for token in tokens)
     assert all(int(token.logits.argmax()) == token.id for token in tokens)
     assert next(iter(lk.build_engine("standard", model).generate([5, 6], 1))).logits is None

@@ -17,7 +17,9 @@ NAMES = {  # seeds and facts.md section 5
 }
 
 
-@pytest.mark.parametrize(("engine", "name"), [(engine, name) for engine, names in NAMES.items() for name in names])
+@pytest.mark.parametrize(
+    ("engine", "name"), [(engine, name) for engine, names in NAMES.items() for name in names]
+)
 def test_every_name_and_alias(engine: str, name: str) -> None:
     assert lk.parse_spec(name).engine_name == engine
     assert lk.parse_spec(name.upper()).engine_name == engine
@@ -97,7 +99,11 @@ def test_legacy_kv_cache_refuses() -> None:
 
 
 def test_lists_of_specs() -> None:
-    assert split_specs("standard,markov-rs:window=5,no-cache") == ["standard", "markov-rs:window=5", "no-cache"]
+    assert split_specs("standard,markov-rs:window=5,no-cache") == [
+        "standard",
+        "markov-rs:window=5",
+        "no-cache",
+    ]
     assert split_specs("turbo-quant:bits=4,sinks=4,standard") == ["turbo-quant:bits=4,sinks=4", "standard"]
     assert split_specs("a:b=1,c=2; d ;") == ["a:b=1,c=2", "d"]
 
@@ -116,4 +122,6 @@ def test_a_taken_name_is_refused_at_registration() -> None:
     from larql_kv.spec import EngineSpec, engine
 
     with pytest.raises(ValueError, match="already registered"):
-        engine("full")(type("Twin", (EngineSpec,), {"__doc__": "x", "policy": lk.parse_spec("standard").policy}))
+        engine("full")(
+            type("Twin", (EngineSpec,), {"__doc__": "x", "policy": lk.parse_spec("standard").policy})
+        )

@@ -97,7 +97,7 @@ def test_first_16_greedy_ids_equal_transformers(name: str, dtype: str | None) ->
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_default_form_keeps_its_kl_bound(name: str) -> None:
-    """dtype=None may be fast, not wrong: mean KL against float32 stays under 1.5e-3, in prefill and decode."""
+    """dtype=None may be fast, not wrong: mean KL against float32 under 1.5e-3, in prefill and decode."""
     model = real(name, None)
     ids = text_ids(name)
     engine = lk.build_engine("standard", model)

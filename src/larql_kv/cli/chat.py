@@ -66,6 +66,9 @@ def turn(session: Session, line: str, settings: Settings) -> None:
             raise
         fail(f"{error} (this turn is dropped; /reset starts over)")
         return
+    if answer.finish == "interrupted" and not answer.token_ids:
+        note("interrupted: this turn is dropped")
+        return
     if answer.text and not answer.text.endswith("\n"):
         write("\n")
     note(reuse_line(answer))

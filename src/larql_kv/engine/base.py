@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -196,8 +197,7 @@ class KvEngine:
 
     def fork(self) -> KvEngine:
         """An independent continuation; state blocks are shared until one side writes to them."""
-        twin = KvEngine.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
+        twin = copy.copy(self)
         twin._tokens = self._tokens.fork()
         twin._state = self._state.fork()
         return twin
@@ -259,6 +259,19 @@ class KvEngine:
 
     def coded_share(self) -> float | None:
         return self._state.coded_share()
+
+    # -- choosing ------------------------------------------------------------------------------------
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`model.logits(hidden)`, (n, hidden) -> (n, vocab) float32, charged to the stage `head`."""
+        clock = self._state.clock
+        if not isinstance(clock, StageClock):
+            return self.model.logits(hidden)
+        clock.restart()
+        clock.switch("head")
+        logits = self.model.logits(hidden)
+        clock.switch("other")
+        return logits
 
     # -- measuring -----------------------------------------------------------------------------------
 

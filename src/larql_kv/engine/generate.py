@@ -49,7 +49,7 @@ class Generation:
         sampler, text = Sampler(options), _TextStream(engine, options.stop_strings)
         stop_ids = frozenset() if options.ignore_stop_tokens else engine.model.tokenizer.stop_ids
         for count in range(1, self._max_tokens + 1):
-            logits = engine.model.logits(hidden)
+            logits = engine.logits(hidden)
             token = sampler.choose(
                 logits, torch.tensor(engine.tokens) if options.repetition_penalty != 1.0 else _NONE
             )

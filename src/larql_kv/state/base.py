@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,7 +83,7 @@ class RowState(State):
     overwritten a row that position `length` would still see.
     """
 
-    def __init__(self, model: Model, rings: list[int | None]) -> None:
+    def __init__(self, model: Model, rings: Sequence[int | None]) -> None:
         super().__init__(model)
         self.rings = rings
         self._smallest_ring = min((ring for ring in rings if ring is not None), default=None)

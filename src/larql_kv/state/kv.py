@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from larql_kv.model.model import Model
@@ -76,8 +78,7 @@ class KVState(RowState):
             pages.clear()
 
     def fork(self) -> KVState:
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
+        twin = copy.copy(self)
         twin.pages = [pages.fork() for pages in self.pages]
         twin.rows_read = self.rows_read.copy()
         return twin

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from larql_kv.model.model import Model
@@ -90,8 +92,7 @@ class ResidualState(RowState):
             self._derived = [True] * len(self._derived)
 
     def fork(self) -> ResidualState:
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
+        twin = copy.copy(self)
         twin.pages = [pages.fork() for pages in self.pages]
         twin.kv = self.kv.fork()
         twin.rows_read = twin.kv.rows_read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from larql_kv.backends.cpu.linear_kernels import (
 )
 from larql_kv.backends.cpu.runtime import sync_threads, thread_scratch
 from larql_kv.backends.cpu.unpack import KIND_CODES, STORED_BLOCK, pack_kernel, rows_kernel
-from larql_kv.model.tensors import RawTensor
+
+if TYPE_CHECKING:
+    from larql_kv.model.tensors import RawTensor
 
 SMALL_ROWS = 8  # up to here a packed block is read directly, above by float32 panels (or a bf16 product)
 

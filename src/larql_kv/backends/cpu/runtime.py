@@ -23,7 +23,7 @@ import numba
 from numba import njit
 from numba.core import types
 
-config: Any = numba.config  # its attributes are set at run time
+config: Any = importlib.import_module("numba").config  # its attributes are set at run time
 
 if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
     # Only an order: where omp is absent, numba goes on to the next one.
@@ -36,8 +36,7 @@ _thread_state = threading.local()
 
 def _source_digest() -> str:
     """Digest of the files of this folder that make machine code. numba itself only looks at the file that
-    holds the
-    kernel, so a change in `simd.py` would leave stale machine code in the cache."""
+    holds the kernel, so a change in `simd.py` would leave stale machine code in the cache."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         source = path.read_bytes()
