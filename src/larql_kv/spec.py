@@ -147,7 +147,7 @@ def parse_spec(text: str, context_window: int | None = None) -> EngineSpec:
     if name.lower() not in _ALIASES:
         raise SpecError(f"unknown engine {name!r}{_nearest(name, _ALIASES)}; see `larql engines`")
     entry, alias = _ALIASES[name.lower()]
-    values: dict[str, Any] = dict(alias.preset)
+    given: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in tail.split(","))):
         key_name, equals, raw = (piece.strip() for piece in part.partition("="))
         known = {info.name: info for info in entry.keys}
@@ -158,9 +158,10 @@ def parse_spec(text: str, context_window: int | None = None) -> EngineSpec:
             raise SpecError(
                 f"engine {entry.name!r} has no key {key_name!r}{_nearest(key_name, known)} (keys: {keys})"
             )
-        if key_name in values and key_name not in alias.preset:
+        if key_name in given:
             raise SpecError(f"key {key_name!r} is given twice in spec {text!r}")
-        values[key_name] = _convert(entry.spec_class, key_name, raw)
+        given[key_name] = _convert(entry.spec_class, key_name, raw)
+    values = {**alias.preset, **given}
     for needed in alias.requires:
         if values.get(needed) is None and needed == "window" and context_window:
             values[needed] = context_window

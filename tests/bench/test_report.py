@@ -13,7 +13,7 @@ import larql_kv as lk
 from larql_kv.bench.plan import Failure, Row
 from larql_kv.bench.plot import bar_chart, line_chart, report_chart, ticks
 from larql_kv.bench.report import SCHEMA, report_dict, row_dict, to_json, write_text
-from larql_kv.bench.table import grids, heading
+from larql_kv.bench.table import grids, heading, remarks
 from tests.bench.bench_runs import full_report, run
 
 TOP = {
@@ -92,18 +92,20 @@ def test_a_failed_row_holds_nothing_but_its_error() -> None:
 def test_tables_are_plain_text_with_a_line_an_engine() -> None:
     report = _plain()
     tables = grids(report)
-    assert len(tables) == 4
+    assert len(tables) == 5
     for table in tables:
         text = table.plain()
         assert "\x1b" not in text
-        assert len(text.splitlines()) == 2 + 4
+        assert len(text.splitlines()) == 2 + (11 if text.startswith("Microseconds") else 4)
         table.rich()
-    speed, state, sweep, stages = (table.plain() for table in tables)
-    assert "O(n^2)" in speed
-    assert "holds: same bits" in state
+    speed, state, promise, sweep, stages = (table.plain() for table in tables)
+    assert "ms mean/p50/p99" in speed
+    assert "of K/V" in state
+    assert "holds: same bits" in promise
     assert "us/context token" in sweep
     assert "state_append" in stages
     assert "prompt of 20 tokens" in heading(report)
+    assert next(line for line in remarks(report) if "O(n^2)" in line).startswith("no-cache: ")
 
 
 def test_noise_is_said_in_the_heading() -> None:
@@ -116,13 +118,14 @@ def test_noise_is_said_in_the_heading() -> None:
 def test_a_failed_row_is_labelled(recoverable: bool, label: str) -> None:
     report = _plain()
     report["results"].append(_failed(recoverable))
-    speed = grids(report)[0].plain()
-    assert f"{label}BackendUnavailable: no such kernel" in speed.splitlines()[-1]
+    assert f"{label}BackendUnavailable" in grids(report)[0].plain().splitlines()[-1]
+    assert remarks(report)[-1] == f"markov-rs: {label}BackendUnavailable: no such kernel"
 
 
 def test_only_what_was_measured_is_shown() -> None:
     report = report_dict(run(["standard"], check=False, repeats=1))
-    assert len(grids(report)) == 2
+    assert len(grids(report)) == 3
+    assert remarks(report) == []
     assert report["results"][0]["sweep"] is None
     assert "<rect" in report_chart(report)
 

@@ -184,7 +184,7 @@ def measured_bandwidth() -> float | None:
 
 def show(report: dict[str, Any]) -> None:
     """The tables: by rich on a terminal, plain in a pipe."""
-    from larql_kv.bench.table import grids, heading
+    from larql_kv.bench.table import grids, heading, remarks
 
     if sys.stdout.isatty():
         from rich.console import Console
@@ -193,8 +193,11 @@ def show(report: dict[str, Any]) -> None:
         console.print(heading(report), markup=False)
         for grid in grids(report):
             console.print(grid.rich())
+        for line in remarks(report):
+            console.print(line, markup=False)
     else:
-        print("\n\n".join([heading(report), *(grid.plain() for grid in grids(report))]))
+        blocks = [heading(report), *(grid.plain() for grid in grids(report)), "\n".join(remarks(report))]
+        print("\n\n".join(filter(None, blocks)))
 
 
 @contextmanager

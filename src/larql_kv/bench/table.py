@@ -33,10 +33,11 @@ class Grid:
         return "\n".join(text)
 
     def rich(self) -> Any:
+        from rich import box
         from rich.table import Table
         from rich.text import Text
 
-        made = Table(title=Text(self.title), title_justify="left")
+        made = Table(title=Text(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for index, name in enumerate(self.columns):
             made.add_column(name, justify="left" if index in self.left else "right", overflow="fold")
         for row in self.rows:
@@ -45,9 +46,12 @@ class Grid:
 
 
 def grids(report: dict[str, Any]) -> list[Grid]:
-    """The tables of a report (its JSON form): speed; state and promise; sweep and stages where measured."""
+    """The tables of a report (its JSON form): speed, state, promise; sweep and stages where measured.
+
+    Each fits a terminal of 80 columns; what is longer than a cell stands in `remarks`.
+    """
     results: list[Result] = report["results"]
-    made = [speed_grid(report, results), state_grid(results)]
+    made = [speed_grid(results), state_grid(results), promise_grid(results)]
     if any(result["sweep"] for result in results):
         made.append(sweep_grid(results))
     if any(result["stages"] for result in results):
@@ -71,60 +75,74 @@ def heading(report: dict[str, Any]) -> str:
     )
 
 
-def speed_grid(report: dict[str, Any], results: Sequence[Result]) -> Grid:
+def speed_grid(results: Sequence[Result]) -> Grid:
+    """A failed engine's row says so where the others name the path that ran."""
     columns = [
-        *("engine", "path", "prefill ms", "tok/s", "decode tok/s", "range", "mean ms", "p50", "p99"),
-        *("GB/s", "of roof", "note"),
+        "engine",
+        "path",
+        "prefill ms",
+        "tok/s",
+        "decode tok/s",
+        "ms mean/p50/p99",
+        "GB/s",
+        "of roof",
     ]
-    grid = Grid("Speed: whole tokens (step, head and choice)", columns, left=frozenset({0, 1, 11}))
+    grid = Grid("Speed: whole tokens (step, head and choice)", columns, left=frozenset({0, 1}))
     for result in results:
-        ms = result["ms_per_tok"] or {}
-        span = result["tok_per_s_range"]
+        ms, error = result["ms_per_tok"], result["error"]
         grid.rows.append(
             [
-                *(result["engine"], result["backend"] or "-"),
-                *(_number(result["prefill_ms"]), _number(result["prefill_tok_per_s"])),
-                *(_number(result["tok_per_s"]), f"{span[0]:.1f}-{span[1]:.1f}" if span else "-"),
-                *(_number(ms.get(key), 2) for key in ("mean", "p50", "p99")),
+                *(result["engine"], (result["backend"] or "-") if error is None else label(error)),
+                *(_number(result["prefill_ms"]), _number(result["prefill_tok_per_s"], 0)),
+                _number(result["tok_per_s"]),
+                "-" if ms is None else "/".join(_three(ms[key]) for key in ("mean", "p50", "p99")),
                 *(_number(result["gb_per_s"]), _shown(result["bandwidth_share"], "{:.0%}".format)),
-                remark(result),
             ]
         )
     return grid
 
 
-def remark(result: Result) -> str:
-    """A row's note; of a failed row its error, labelled by kind and by what a harness should do."""
-    error = result["error"]
-    if error is None:
-        return result["note"]
-    label = "skipped" if error["recoverable"] else "FAILED"
-    return f"{label}: {error['kind']}: {error['message']}"
+def label(error: dict[str, Any]) -> str:
+    """What became of a failed engine: `skipped` where a harness may go on, `FAILED` where it should not."""
+    return f"{'skipped' if error['recoverable'] else 'FAILED'}: {error['kind']}"
+
+
+def remarks(report: dict[str, Any]) -> list[str]:
+    """A line for each engine that failed or whose figures need an explanation."""
+    lines = []
+    for result in report["results"]:
+        if result["error"] is not None:
+            lines.append(f"{result['engine']}: {label(result['error'])}: {result['error']['message']}")
+        elif result["note"]:
+            lines.append(f"{result['engine']}: {result['note']}")
+    return lines
 
 
 def state_grid(results: Sequence[Result]) -> Grid:
-    columns = [
-        *("engine", "canonical", "derivative", "workspace", "live", "allocated", "of K/V"),
-        *("contract", "verdict", "max KL", "ids", "as standard", "rerun/step"),
-    ]
-    grid = Grid(
-        "State after the last step, and the promise (of K/V: live bytes against standard's K/V, with "
-        "sliding layers at their window)",
-        columns,
-        left=frozenset({0, 7, 8, 10, 11}),
-    )
+    columns = ["engine", "canonical", "derivative", "workspace", "live", "allocated", "of K/V"]
+    grid = Grid("State after the last step (of K/V: live, against window-aware K/V of standard)", columns)
     for result in results:
         memory = result["memory"] or {}
-        contract = result["contract"] or {}
         roles = memory.get("roles", {})
-        ids = result["ids"]
         grid.rows.append(
             [
                 result["engine"],
                 *(_bytes(roles.get(role)) for role in ("canonical", "derivative", "workspace")),
                 *(_bytes(memory.get("live")), _bytes(memory.get("capacity"))),
                 _shown(result["kv_ratio"], "{:.2f}x".format),
-                *(result["policy"].get("contract", "-"), contract.get("verdict", "-")),
+            ]
+        )
+    return grid
+
+
+def promise_grid(results: Sequence[Result]) -> Grid:
+    columns = ["engine", "contract", "verdict", "max KL", "ids", "as standard", "rerun/step"]
+    grid = Grid("Promise", columns, left=frozenset({0, 1, 2, 4, 5}))
+    for result in results:
+        contract, ids = result["contract"] or {}, result["ids"]
+        grid.rows.append(
+            [
+                *(result["engine"], result["policy"].get("contract", "-"), contract.get("verdict", "-")),
                 _shown(contract.get("max_kl"), "{:.1e}".format),
                 *(ids["hash"] or "-", _shown(ids["equals_standard"], lambda same: "yes" if same else "NO")),
                 _number(result["recomputed_tokens_per_step"], 0),
@@ -154,15 +172,18 @@ def sweep_grid(results: Sequence[Result]) -> Grid:
 
 
 def stage_grid(results: Sequence[Result]) -> Grid:
+    """Stages as rows: there are more of them than of engines."""
     profiled = [result for result in results if result["stages"]]
-    stages = list(profiled[0]["stages"])
-    grid = Grid("Microseconds per step by stage (share of the total)", ["engine", *stages])
-    for result in profiled:
-        total = result["stages"]["total"]
-        grid.rows.append(
-            [result["engine"], *(f"{spent:.0f} ({spent / total:.0%})" for spent in result["stages"].values())]
-        )
+    grid = Grid("Microseconds a step by stage", ["stage", *(result["engine"] for result in profiled)])
+    for stage in profiled[0]["stages"]:
+        spent = [(result["stages"][stage], result["stages"]["total"]) for result in profiled]
+        grid.rows.append([stage, *(f"{part:.0f} ({part / total:.0%})" for part, total in spent)])
     return grid
+
+
+def _three(value: float) -> str:
+    """Three digits, as far as they are before or behind the point."""
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
 def _shown(value: Any, show: Callable[[Any], str]) -> str:

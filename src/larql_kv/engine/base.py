@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from larql_kv.errors import BackendFailure, EmptyPrompt, InvariantViolation, LarqlError, ModelError
+from larql_kv.errors import (
+    BackendFailure,
+    EmptyPrompt,
+    InvariantViolation,
+    ModelError,
+    RemoteError,
+    StoreError,
+)
 from larql_kv.ffn.base import DenseFfn, FfnBackend
 from larql_kv.model.clock import NULL_CLOCK, StageClock, StageSummary
 from larql_kv.model.model import Model
-from larql_kv.policy import StateKind, StatePolicy
+from larql_kv.policy import Exact, StateKind, StatePolicy
 from larql_kv.spec import EngineSpec
 from larql_kv.state.ledger import Ledger
 from larql_kv.state.tokens import TokenLog
@@ -53,7 +60,7 @@ class KvEngine:
         self._tokens = TokenLog()
         self._rows_ffn: FfnBackend | None = None  # the FFN that the kept rows went through
         self.reused_tokens = 0  # of the last prompt given to `generate`
-        self.recomputed_tokens = 0  # of the last call, ids that had to be run again
+        self.recomputed_tokens = 0  # of the last call: tokens held before it that had to be run again
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -82,21 +89,18 @@ class KvEngine:
         ids = [int(token) for token in token_ids]
         self.check_ids(ids)
         self._check_ffn()
-        kept = len(self._tokens)
+        held = len(self._tokens)
         clock = self._state.clock
-        self._tokens.append(ids)
-        self._rows_ffn = self.ffn
         if isinstance(clock, StageClock):
             clock.restart()
         try:
-            rows = self._forward(kept if keep is None else len(self._tokens) - keep)
+            self._tokens.append(ids)
+            self._rows_ffn = self.ffn
+            self.recomputed_tokens = held - min(held, self._state.length)
+            rows = self._forward(held if keep is None else len(self._tokens) - keep)
         except BaseException as error:
-            self._roll_back(kept)
-            if isinstance(error, (RuntimeError, MemoryError, ArithmeticError)):
-                raise BackendFailure(f"forward pass of {self.info.summary} failed: {error}") from error
-            if isinstance(error, LarqlError) and not isinstance(
-                error, (ModelError, InvariantViolation, BackendFailure)
-            ):
+            self._roll_back(held)
+            if isinstance(error, (RuntimeError, MemoryError, ArithmeticError, RemoteError, StoreError)):
                 raise BackendFailure(f"forward pass of {self.info.summary} failed: {error}") from error
             raise
         if isinstance(clock, StageClock):
@@ -107,7 +111,6 @@ class KvEngine:
         """Run every position the state does not hold; returns hidden rows of positions keep_from.. ."""
         state, clock = self._state, self._state.clock
         first = state.length
-        self.recomputed_tokens = max(0, min(keep_from, len(self._tokens)) - first)
         ids = self._tokens.since(first)
         kept = []
         for start in range(0, len(ids), PREFILL_ROWS):
@@ -149,10 +152,14 @@ class KvEngine:
                 f"{self.ffn.name!r}: reset() first"
             )
 
-    def _roll_back(self, kept: int) -> None:
-        self._tokens.truncate(kept)
+    def _roll_back(self, length: int) -> None:
         self._state.end_step()
-        self._state.trim(kept)
+        self._cut(length)
+
+    def _cut(self, length: int) -> None:
+        """State first: tokens that the state does not hold are run again, the reverse would be skipped."""
+        self._state.trim(length)
+        self._tokens.truncate(length)
 
     # -- time ----------------------------------------------------------------------------------------
 
@@ -168,8 +175,7 @@ class KvEngine:
 
     def reset(self) -> None:
         """Start over with an empty sequence."""
-        self._tokens.truncate(0)
-        self._state.trim(0)
+        self._cut(0)
         self._rows_ffn = None
 
     def trim(self, length: int) -> int:
@@ -182,8 +188,7 @@ class KvEngine:
         if length == 0:
             self.reset()
             return 0
-        self._tokens.truncate(length)
-        self._state.trim(length)
+        self._cut(length)
         return self._restore()
 
     def _restore(self) -> int:
@@ -200,6 +205,7 @@ class KvEngine:
         twin = copy.copy(self)
         twin._tokens = self._tokens.fork()
         twin._state = self._state.fork()
+        twin._state.clock = NULL_CLOCK  # a profile belongs to one engine
         return twin
 
     def fresh(self) -> KvEngine:
@@ -221,7 +227,7 @@ class KvEngine:
     @property
     def is_own_reference(self) -> bool:
         """Whether this engine is what `Exact` compares with, so that only a one-pass run can judge it."""
-        return self.policy.canonical == StateKind.KV
+        return self.policy.canonical == StateKind.KV and isinstance(self.policy.contract, Exact)
 
     @property
     def info(self) -> EngineInfo:
