@@ -29,15 +29,17 @@ def main() -> None:
     )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--quiet", type=float, default=0.0, metavar="S", help="wait up to S s for a quiet machine"
+    )
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     parser.add_argument("--output-file", type=Path, help="default: results/<date>-<machine>-forms.json")
     arguments = parser.parse_args()
     results = []
     for model in arguments.models.split(","):
         systems = [larql_system(model, "standard", form) for form in FORMS]
-        result = contest(
-            model, [*systems, transformers_system(model, "float32")], Settings(repeats=arguments.repeats)
-        )
+        settings = Settings(repeats=arguments.repeats, quiet_seconds=arguments.quiet)
+        result = contest(model, [*systems, transformers_system(model, "float32")], settings)
         results.append(result | verdict(result))
         if not arguments.json:
             print(f"\n{grid(result, f'larql standard {FORMS[0]}').plain()}")

@@ -33,12 +33,15 @@ def main() -> None:
     parser.add_argument("--engines", default="standard", help="larql engine specs, separated by ';'")
     parser.add_argument("--llama-python", default=sys.executable, help="interpreter that has llama_cpp")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--quiet", type=float, default=0.0, metavar="S", help="wait up to S s for a quiet machine"
+    )
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     parser.add_argument("--output-file", type=Path, help="default: results/<date>-<machine>-peers.json")
     parser.add_argument("--plot", type=Path, help="SVG of the decode speeds of the last model")
     arguments = parser.parse_args()
-    settings = Settings(new=arguments.new, repeats=arguments.repeats)
+    settings = Settings(new=arguments.new, repeats=arguments.repeats, quiet_seconds=arguments.quiet)
     llama = has_llama(arguments.llama_python)
     if not llama:
         print(f"llama_cpp is not importable by {arguments.llama_python}: left out", file=sys.stderr)

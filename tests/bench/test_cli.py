@@ -141,5 +141,5 @@ def test_a_terminal_gets_rich_tables_and_a_spinner(monkeypatch: pytest.MonkeyPat
     out = capsys.readouterr().out
     assert "────" in out
     assert "Promise" in out
-    with cli._progress(True) as progress:
+    with cli._progress(True, 3) as progress:
         progress("decode [x]")

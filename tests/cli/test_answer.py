@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from larql_kv.cli.answer import Answer, best_tokens, stream_answer, token_hash
+from larql_kv.cli.answer import Answer, best_tokens, stream_answer
 from larql_kv.cli.timing import process_age
 
 
@@ -97,12 +97,6 @@ def test_best_tokens():
     assert answer.top[1][1] == "<1>"
     every = best_tokens(FakeEngine(), torch.zeros(1, 4), 99)  # type: ignore[arg-type]
     assert sum(p for _, _, p in every) == pytest.approx(1.0)
-
-
-def test_token_hash():
-    assert token_hash([]) != token_hash([0])
-    assert token_hash([1, 2]) == token_hash((1, 2))
-    assert len(token_hash([49151])) == 16
 
 
 def test_process_age():

@@ -27,7 +27,7 @@ def test_json(larql, chat_model):
     assert result["policy"] == {"canonical": "residual rows", "derivative": "K/V rows", "contract": "Exact"}
     assert len(result["token_ids"]) == result["generated_tokens"] == 7
     assert result["finish"] == "length"
-    assert re.fullmatch("[0-9a-f]{16}", result["token_hash"])
+    assert re.fullmatch("[0-9a-f]{12}", result["token_hash"])
     assert result["reused_tokens"] == 0
     assert result["prompt_tokens"] > len("tell me") // 2
     assert result["template"] is True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -130,7 +131,7 @@ def test_chosen_specs(monkeypatch):
 
 
 def test_sample_text_is_real_text():
-    from larql_kv.cli.sample_text import TEXT
+    from larql_kv.bench.text import TEXT
 
     assert 500 < len(TEXT.split()) < 900
 
@@ -142,3 +143,10 @@ def test_root(larql):
     assert "run" in larql("--help").stdout
     assert ("bench" in larql("--help").stdout) == (importlib.util.find_spec("larql_kv.bench.cli") is not None)
     assert larql("bogus").exit_code == 2
+
+
+def test_the_engines_page_is_the_registrys(larql):
+    page = Path(__file__).parents[2] / "docs" / "engines-table.md"
+    assert larql("engines", "--markdown").stdout == page.read_text(), (
+        "regenerate it: larql engines --markdown > docs/engines-table.md"
+    )

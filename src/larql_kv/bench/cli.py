@@ -90,7 +90,8 @@ def bench_command(
     from larql_kv.model.load import DEFAULT_MODEL, load_model
 
     name = model or DEFAULT_MODEL
-    with _progress(stages_wanted=not json) as progress:
+    turns = 2 + len(specs) * (2 + profile + repeats * (1 + -(-tokens // 10) + len(contexts)))
+    with _progress(not json, turns) as progress:
         progress("load")
         loaded = load_model(name, device=device, dtype=None if dtype == "auto" else dtype)
         plan = make_plan(
@@ -201,12 +202,22 @@ def show(report: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _progress(stages_wanted: bool) -> Iterator[Progress]:
-    """A spinner with the current stage on a terminal's stderr; nothing anywhere else."""
-    if not (stages_wanted and sys.stderr.isatty()):
+def _progress(wanted: bool, turns: int) -> Iterator[Progress]:
+    """A bar with the current stage on a terminal's stderr; nothing anywhere else.
+
+    It is redrawn between turns only: a bar that animates itself would take time from what is timed.
+    """
+    if not (wanted and sys.stderr.isatty()):
         yield lambda label: None
         return
     from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress as Bar
 
-    with Console(stderr=True).status("bench") as status:
-        yield lambda label: status.update(f"bench: {label.replace('[', chr(92) + '[')}")
+    with Bar(console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("bench", total=turns)
+
+        def show_stage(label: str) -> None:
+            bar.update(task, advance=1, description=escape(label), refresh=True)
+
+        yield show_stage

@@ -39,7 +39,8 @@ class Grid:
 
         made = Table(title=Text(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for index, name in enumerate(self.columns):
-            made.add_column(name, justify="left" if index in self.left else "right", overflow="fold")
+            justify = "left" if index in self.left else "right"
+            made.add_column(name, justify=justify, overflow="fold", no_wrap=index > 0)
         for row in self.rows:
             made.add_row(*map(Text, row))
         return made

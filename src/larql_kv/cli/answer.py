@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import signal
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -130,8 +128,3 @@ def best_tokens(engine: KvEngine, logits: torch.Tensor, count: int) -> list[tupl
         (token, text_of(token) if token < vocabulary else "", value)
         for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
-
-
-def token_hash(ids: Sequence[int]) -> str:
-    """16 hex digits over the ids: two runs that say the same thing show the same hash."""
-    return hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest()[:16]

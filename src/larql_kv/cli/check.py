@@ -126,7 +126,7 @@ def text_ids(model: Model, count: int, path: Path | None = None) -> list[int]:
     gives fewer than 4.
     """
     if path is None:
-        from larql_kv.cli.sample_text import TEXT
+        from larql_kv.bench.text import TEXT
 
         ids = model.tokenizer.encode(TEXT)
         more = model.tokenizer.encode(TEXT, add_special=False)

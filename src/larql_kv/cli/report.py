@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from larql_kv.cli.answer import Answer, token_hash
+from larql_kv.bench.stats import id_hash
+from larql_kv.cli.answer import Answer
 from larql_kv.cli.console import add_row, console, format_bytes, note, table
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def run_dict(engine: KvEngine, answer: Answer, warnings: list[str]) -> dict[str,
         "kv_dtype": str(engine.model.kv_dtype).removeprefix("torch."),
         "text": answer.text,
         "token_ids": answer.token_ids,
-        "token_hash": token_hash(answer.token_ids),
+        "token_hash": id_hash(answer.token_ids),
         "finish": answer.finish,
         "prompt_tokens": answer.prompt_tokens,
         "reused_tokens": answer.reused_tokens,
