@@ -78,17 +78,8 @@ def heading(report: dict[str, Any]) -> str:
 
 def speed_grid(results: Sequence[Result]) -> Grid:
     """A failed engine's row says so where the others name the path that ran."""
-    columns = [
-        "engine",
-        "path",
-        "prefill ms",
-        "tok/s",
-        "decode tok/s",
-        "ms mean/p50/p99",
-        "GB/s",
-        "of roof",
-    ]
-    grid = Grid("Speed: whole tokens (step, head and choice)", columns, left=frozenset({0, 1}))
+    columns = ["engine", "path", "prefill ms", "tok/s", "decode tok/s", "mean/p50/p99", "GB/s (roof)"]
+    grid = Grid("Speed: whole tokens (step, head and choice); times in ms", columns, left=frozenset({0, 1}))
     for result in results:
         ms, error = result["ms_per_tok"], result["error"]
         grid.rows.append(
@@ -97,7 +88,7 @@ def speed_grid(results: Sequence[Result]) -> Grid:
                 *(_number(result["prefill_ms"]), _number(result["prefill_tok_per_s"], 0)),
                 _number(result["tok_per_s"]),
                 "-" if ms is None else "/".join(_three(ms[key]) for key in ("mean", "p50", "p99")),
-                *(_number(result["gb_per_s"]), _shown(result["bandwidth_share"], "{:.0%}".format)),
+                _moved(result["gb_per_s"], result["bandwidth_share"]),
             ]
         )
     return grid
@@ -180,6 +171,10 @@ def stage_grid(results: Sequence[Result]) -> Grid:
         spent = [(result["stages"][stage], result["stages"]["total"]) for result in profiled]
         grid.rows.append([stage, *(f"{part:.0f} ({part / total:.0%})" for part, total in spent)])
     return grid
+
+
+def _moved(speed: float | None, share: float | None) -> str:
+    return _number(speed) + ("" if speed is None or share is None else f" ({share:.0%})")
 
 
 def _three(value: float) -> str:

@@ -9,7 +9,7 @@ import torch
 from larql_kv.model.model import Model
 from larql_kv.state.base import RowState
 from larql_kv.state.ledger import LedgerEntry, Role
-from larql_kv.state.pages import PagedRows
+from larql_kv.state.pages import PagedRows, allocate_block
 
 
 def effective_window(layer_window: int | None, engine_window: int | None) -> int | None:
@@ -42,9 +42,8 @@ class KVState(RowState):
         self._form = str(model.kv_dtype).removeprefix("torch.")
 
         def make_block(rows: int) -> torch.Tensor:
-            return torch.empty(
-                2, config.kv_heads, rows, config.head_dim, dtype=model.kv_dtype, device=model.device
-            )
+            shape = (2, config.kv_heads, rows, config.head_dim)
+            return allocate_block(shape, model.kv_dtype, model.device)
 
         self.pages = [PagedRows(make_block, ring) for ring in rings]
 

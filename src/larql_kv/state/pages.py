@@ -7,6 +7,8 @@ writes to it first.
 
 from __future__ import annotations
 
+import math
+import mmap
 import weakref
 from collections.abc import Callable
 
@@ -15,6 +17,15 @@ import torch
 from larql_kv.state.ledger import LedgerEntry, Role, entry
 
 BLOCK = 64
+
+
+def allocate_block(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A block's tensor, uninitialised. On the host it is a mapping of its own: malloc would keep freed
+    blocks for the process, so that dropped state (and whole conversations) would never leave memory."""
+    if device.type != "cpu":  # pragma: cuda only
+        return torch.empty(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
 class _Block:
@@ -81,7 +92,8 @@ class PagedRows:
         block = self._blocks[index]
         if len(block.owners) > 1:
             block.owners.discard(self)
-            self._blocks[index] = _Block(block.tensor.clone(), self)
+            own = self._make_block(self.rows_of_block(index)).copy_(block.tensor)
+            self._blocks[index] = _Block(own, self)
             self.table[index] = self._blocks[index].tensor.data_ptr()
 
     def write(self, rows: torch.Tensor, first: int) -> None:

@@ -10,7 +10,7 @@ from larql_kv.model.model import Model
 from larql_kv.state.base import RowState
 from larql_kv.state.kv import KVState
 from larql_kv.state.ledger import LedgerEntry
-from larql_kv.state.pages import BLOCK, PagedRows
+from larql_kv.state.pages import BLOCK, PagedRows, allocate_block
 
 _DERIVE_ROWS = 512  # rows whose K/V are rebuilt at once: bounds the workspace
 
@@ -30,7 +30,7 @@ class ResidualState(RowState):
         self.hot_window = window
 
         def make_block(rows: int) -> torch.Tensor:
-            return torch.empty(rows, config.hidden, dtype=model.kv_dtype, device=model.device)
+            return allocate_block((rows, config.hidden), model.kv_dtype, model.device)
 
         self.pages = [PagedRows(make_block, ring) for ring in rings]
         self.kv = KVState(model, role="derivative")
