@@ -211,3 +211,5 @@ def grid(result: dict[str, Any], base: str | None) -> Grid:
 def _say(model: str, what: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{model}: {what}", end="", file=sys.stderr, flush=True)
+    else:
+        print(f"{model}: {what}", file=sys.stderr, flush=True)

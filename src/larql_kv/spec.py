@@ -72,9 +72,24 @@ class EngineSpec:
     engine_name: ClassVar[str] = ""
     kind: ClassVar[Literal["kv", "retrieval"]] = "kv"
 
+    def __post_init__(self) -> None:
+        """Bounds hold however a spec is made; 0 means none where a key may be none."""
+        hints = typing.get_type_hints(type(self))
+        for spec_field in fields(self):
+            value = getattr(self, spec_field.name)
+            if isinstance(value, (int, float)):
+                _check_bounds(spec_field, spec_field.name, value)
+                if value == 0 and hints[spec_field.name] == int | None:
+                    object.__setattr__(self, spec_field.name, None)
+
     @property
     def policy(self) -> StatePolicy:
         raise NotImplementedError
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this engine is the one that `Exact` names."""
+        return False
 
     def build_state(self, model: Model) -> State:
         """The state this engine keeps, empty. May refuse a model with ModelError, giving the reason."""
@@ -163,9 +178,9 @@ def parse_spec(text: str, context_window: int | None = None) -> EngineSpec:
         given[key_name] = _convert(entry.spec_class, key_name, raw)
     values = {**alias.preset, **given}
     for needed in alias.requires:
-        if values.get(needed) is None and needed == "window" and context_window:
+        if not values.get(needed) and needed == "window" and context_window:
             values[needed] = context_window
-        if values.get(needed) is None:
+        if not values.get(needed):
             raise SpecError(
                 f"engine name {alias.name!r} needs {needed}=N (or --context-window N), "
                 f"e.g. {alias.name}:{needed}=512"
@@ -198,7 +213,6 @@ def split_specs(text: str) -> list[str]:
 
 
 def _convert(spec_class: type[EngineSpec], name: str, raw: str) -> Any:
-    spec_field = next(item for item in fields(spec_class) if item.name == name)
     accepted = typing.get_type_hints(spec_class)[name]
     options = typing.get_args(accepted) if isinstance(accepted, types.UnionType) else (accepted,)
     if type(None) in options and raw.lower() in ("none", ""):
@@ -213,8 +227,7 @@ def _convert(spec_class: type[EngineSpec], name: str, raw: str) -> Any:
                 value = option(raw)
             except ValueError:
                 continue
-            _check_bounds(spec_field, name, value)
-            return None if option is int and type(None) in options and value == 0 else value
+            return value
     wanted = " or ".join("none" if option is type(None) else option.__name__ for option in options)
     raise SpecError(f"{name}={raw!r} is not a valid {wanted}")
 

@@ -147,6 +147,29 @@ def test_short_contexts_by_either_kernel(
                 assert torch.equal(again, whole), (window, work, threads)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "hd"), [(9, 3, 64), (4, 1, 256), (5, 1, 24), (30, 1, 2)])
+def test_one_row_at_a_time_by_the_short_way(heads: int, kv_heads: int, hd: int, bf16: bool) -> None:
+    total = 300
+    q, k, v = random_qkv(total, heads, kv_heads, hd, bf16)
+    for window, ring, cap in ((None, 0, None), (40, 40, 5.0), (200, 0, None)):
+        whole = run(q, k, v, [total], window=window, cap=cap, bf16=bf16)
+        store = Store(kv_heads, hd, total, ring, bf16)
+        row = ops.RowAttention(heads, kv_heads, hd, bf16, 0.2, cap)
+        for p in range(total):
+            torch.set_num_threads(1 + p % 2)
+            args = (k[p : p + 1], v[p : p + 1], store.view.table, ring)
+            out = row.attend(q[p : p + 1], *args, p, window)
+            assert torch.equal(out, whole[p : p + 1]), (window, p)
+            row.append(*args, p)
+    with pytest.raises(ValueError, match="do not fit"):
+        row.append(*args, 64 * len(store.blocks))
+    with pytest.raises(ValueError, match="do not fit"):
+        row.attend(q[:1], *args, 64 * len(store.blocks) + 1, None)
+    with pytest.raises(ValueError, match="does not fit a ring"):
+        row.attend(q[:1], k[:1], v[:1], store.view.table, 40, 50, 42)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 90), min_size=1, max_size=7),

@@ -85,21 +85,6 @@ def test_bytes_are_those_of_the_format() -> None:
         assert sum(t.nbytes for t in packed.tensors()) == packed.resident_bytes
 
 
-@pytest.mark.parametrize(
-    ("kinds", "size"), [(("Q4_1",), 128), (("Q8_0", "Q4_0"), 64), (("F32",), 50), (("Q6_K",), 192)]
-)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_fused_gate_equals_unfused(kinds: tuple[str, ...], size: int, activation: str) -> None:
-    raws = [make_raw(kinds[0], size, 512), make_raw(kinds[-1], size, 512, seed=1)]
-    gate_up = ops.pack_linear(raws, gemm_bf16=False)
-    x = torch.randn(3, 512) * 0.05
-    expected = ops.gated_act(gate_up(x), activation)
-    assert torch.equal(ops.packed_gated(gate_up, x, activation), expected)
-    for row in range(3):
-        one = ops.packed_gated(gate_up, x[row : row + 1].contiguous(), activation)
-        assert torch.equal(one, expected[row : row + 1])
-
-
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("scale", [1.0, 25.298221281347036])
 def test_embedding_rows(kind: str, scale: float) -> None:

@@ -120,6 +120,76 @@ def test_a_failed_or_interrupted_call_leaves_the_engine_as_it_was(
 
 
 @each_engine
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("at", [2, 5, 9, 14])
+def test_an_interrupted_trim_leaves_no_wrong_rows(
+    spec: str, family: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trim that runs ids again, in several chunks, and dies on the way: what follows equals a fresh run."""
+    from larql_kv.engine import base
+
+    monkeypatch.setattr(base, "PREFILL_ROWS", 16)
+    model = tiny(family)
+    ids = tiny_models.sample_ids(60, model.config.vocab)
+    breaking = _Breaking(model, KeyboardInterrupt(), at=10**9)
+    engine = lk.build_engine(spec, model, ffn=breaking)
+    engine.prefill(ids)
+    breaking.left = at
+    interrupted = False
+    try:
+        engine.trim(50)
+    except KeyboardInterrupt:
+        interrupted = True
+    breaking.left = 10**9
+    assert engine.tokens == ids[:50]
+    fresh = lk.build_engine(spec, model)
+    fresh.prefill(ids[:50])
+    assert torch.equal(engine.decode_step(9), fresh.decode_step(9)), interrupted
+
+
+def test_a_remote_failure_while_trimming_is_a_backend_failure() -> None:
+    model = tiny("gemma3")
+    breaking = _Breaking(model, lk.RemoteError("gone"), at=10**9)
+    engine = lk.build_engine("standard", model, ffn=breaking)
+    engine.prefill(tiny_models.sample_ids(60, model.config.vocab))
+    breaking.left = 2
+    with pytest.raises(lk.BackendFailure) as caught:
+        engine.trim(50)
+    assert isinstance(caught.value.__cause__, lk.RemoteError)
+
+
+def test_an_ffn_of_the_wrong_shape_is_a_backend_failure() -> None:
+    model = tiny("llama")
+
+    class Short(lk.DenseFfn):
+        def forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(layer, x)[:, :-1].contiguous()
+
+    with pytest.raises(lk.BackendFailure):
+        lk.build_engine("standard", model, ffn=Short(model)).prefill([5, 6])
+
+
+def test_no_memory_for_a_block_is_a_backend_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    from larql_kv.state import pages
+
+    model = tiny("llama")
+    engine, witness = lk.build_engine("standard", model), lk.build_engine("standard", model)
+    ids = tiny_models.sample_ids(70, model.config.vocab)
+    for side in (engine, witness):
+        side.prefill(ids[:64])
+
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pages.mmap, "mmap", refuse)
+        with pytest.raises(lk.BackendFailure, match="no memory for a state block"):
+            engine.decode_step(5)
+    assert engine.tokens == ids[:64]
+    assert torch.equal(engine.decode_step(6), witness.decode_step(6))
+
+
+@each_engine
 def test_weights_that_give_no_numbers_are_a_backend_failure(spec: str) -> None:
     model = tiny("llama")
 
@@ -157,7 +227,10 @@ def test_rows_made_under_another_ffn_are_not_continued() -> None:
     engine.prefill([5, 6, 7])
     with pytest.raises(lk.InvariantViolation, match="reset"):
         lk.generate_with_engine(engine, Other(model), [5, 6, 7, 8], 3)
-    assert engine.tokens[:3] == [5, 6, 7]
+    assert engine.tokens == [5, 6, 7]
+    with pytest.raises(lk.InvariantViolation, match="reset"):
+        lk.generate_with_engine(engine, Other(model), [5, 6, 20], 3)
+    assert engine.tokens == [5, 6, 7], "what cannot be continued must not be cut either"
     same = lk.generate_with_engine(
         engine, lk.DenseFfn(model), [5, 6, 7, 8], 3
     )  # equal, not identical: goes on

@@ -70,6 +70,14 @@ def test_text_round_trip_and_frozen(spec: str) -> None:
             setattr(parsed, field.name, None)
 
 
+def test_bounds_hold_however_a_spec_is_made() -> None:
+    from larql_kv.engine.standard import Standard
+
+    assert Standard(window=0) == Standard()
+    with pytest.raises(lk.SpecError, match="at least 0, got -3"):
+        Standard(window=-3)
+
+
 def test_window_zero_and_none_mean_no_window() -> None:
     for raw in ("0", "none", "None"):
         assert lk.parse_spec(f"standard:window={raw}") == lk.parse_spec("standard")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from larql_kv.state.ledger import Ledger
-from larql_kv.state.pages import BLOCK, PagedRows
+from larql_kv.state.pages import BLOCK, PagedRows, allocate_block
 from larql_kv.state.tokens import TokenLog
 
 WIDTH = 3
@@ -72,6 +74,35 @@ def test_a_dropped_fork_lets_its_blocks_go() -> None:
     gc.collect()
     _write(parent, 10, 12, salt=1)
     assert parent.block(0).data_ptr() == before, "nobody shares the block any more: no copy is due"
+
+
+def test_a_copy_that_fails_leaves_the_block_shared() -> None:
+    """Copy-on-write gives up its claim last: after a failure the other side still clones before it writes."""
+    parent = _pages(None)
+    _write(parent, 0, 64)
+    child = parent.fork()
+    make, parent._make_block = parent._make_block, lambda rows: (_ for _ in ()).throw(MemoryError())
+    with pytest.raises(MemoryError):
+        parent.reserve(3, 4)
+    parent._make_block = make
+    _write(child, 3, 4, salt=9)
+    assert torch.equal(parent.read(0, 64), _rows(0, 64))
+
+
+def test_blocks_are_private_to_the_process_and_merge() -> None:
+    def maps() -> int:
+        return sum(1 for _ in Path("/proc/self/maps").open())
+
+    before = maps()
+    blocks = [allocate_block((2, 3, 64, 64), torch.bfloat16, torch.device("cpu")) for _ in range(500)]
+    assert maps() - before < 100, "neighbouring blocks must not each cost one of the 65,530 mappings"
+    blocks[0].zero_()
+    child = os.fork()
+    if child == 0:
+        blocks[0].fill_(1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not blocks[0].any()
 
 
 def test_growth_copies_nothing() -> None:

@@ -21,7 +21,7 @@ from larql_kv.errors import (
 from larql_kv.ffn.base import DenseFfn, FfnBackend
 from larql_kv.model.clock import NULL_CLOCK, StageClock, StageSummary
 from larql_kv.model.model import Model
-from larql_kv.policy import Exact, StateKind, StatePolicy
+from larql_kv.policy import StatePolicy
 from larql_kv.spec import EngineSpec
 from larql_kv.state.ledger import Ledger
 from larql_kv.state.tokens import TokenLog
@@ -29,6 +29,16 @@ from larql_kv.state.tokens import TokenLog
 if TYPE_CHECKING:
     from larql_kv.engine.generate import Token
 
+# What a forward pass may die of: it becomes a BackendFailure. ValueError: an FFN that returns a wrong shape.
+_RUN_TIME_FAILURES = (
+    RuntimeError,
+    MemoryError,
+    ArithmeticError,
+    ValueError,
+    OSError,
+    RemoteError,
+    StoreError,
+)
 PREFILL_ROWS = 512  # rows run at once: bounds the workspace of a long prompt
 
 
@@ -55,7 +65,7 @@ class KvEngine:
     def __init__(self, spec: EngineSpec, model: Model, ffn: FfnBackend | None = None) -> None:
         self.spec = spec
         self.model = model
-        self.ffn: FfnBackend = ffn or DenseFfn(model)
+        self.ffn: FfnBackend = DenseFfn(model) if ffn is None else ffn
         self._state = spec.build_state(model)
         self._tokens = TokenLog()
         self._rows_ffn: FfnBackend | None = None  # the FFN that the kept rows went through
@@ -88,24 +98,30 @@ class KvEngine:
     def _run(self, token_ids: Sequence[int], keep: int | None) -> torch.Tensor:
         ids = [int(token) for token in token_ids]
         self.check_ids(ids)
-        self._check_ffn()
+        self.check_ffn()
         held = len(self._tokens)
+        with self._guarded(held):
+            self._tokens.append(ids)
+            self.recomputed_tokens = held - min(held, self._state.length)
+            return self._forward(held if keep is None else len(self._tokens) - keep)
+
+    @contextmanager
+    def _guarded(self, length: int) -> Iterator[None]:
+        """Whatever ends the block early leaves `length` tokens, and a state that knows what it lost."""
         clock = self._state.clock
         if isinstance(clock, StageClock):
             clock.restart()
         try:
-            self._tokens.append(ids)
             self._rows_ffn = self.ffn
-            self.recomputed_tokens = held - min(held, self._state.length)
-            rows = self._forward(held if keep is None else len(self._tokens) - keep)
+            yield
         except BaseException as error:
-            self._roll_back(held)
-            if isinstance(error, (RuntimeError, MemoryError, ArithmeticError, RemoteError, StoreError)):
+            self._state.end_step()
+            self._cut(length)
+            if isinstance(error, _RUN_TIME_FAILURES):
                 raise BackendFailure(f"forward pass of {self.info.summary} failed: {error}") from error
             raise
         if isinstance(clock, StageClock):
             clock.finish()
-        return rows
 
     def _forward(self, keep_from: int) -> torch.Tensor:
         """Run every position the state does not hold; returns hidden rows of positions keep_from.. ."""
@@ -144,17 +160,14 @@ class KvEngine:
                 f"the engine holds {held} and was given {len(ids)} more"
             )
 
-    def _check_ffn(self) -> None:
-        keeps_rows = self.policy.canonical != StateKind.TOKEN_IDS
-        if keeps_rows and len(self._tokens) and self._rows_ffn is not None and self._rows_ffn != self.ffn:
+    def check_ffn(self) -> None:
+        """Raises InvariantViolation when rows are held that went through another FFN."""
+        if self._state.keeps_rows and self.length and self._rows_ffn not in (None, self.ffn):
+            assert self._rows_ffn is not None
             raise InvariantViolation(
                 f"the rows held were made under FFN {self._rows_ffn.name!r} and cannot be continued under "
                 f"{self.ffn.name!r}: reset() first"
             )
-
-    def _roll_back(self, length: int) -> None:
-        self._state.end_step()
-        self._cut(length)
 
     def _cut(self, length: int) -> None:
         """State first: tokens that the state does not hold are run again, the reverse would be skipped."""
@@ -162,6 +175,11 @@ class KvEngine:
         self._tokens.truncate(length)
 
     # -- time ----------------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """How many tokens the sequence has."""
+        return len(self._tokens)
 
     @property
     def tokens(self) -> list[int]:
@@ -194,10 +212,11 @@ class KvEngine:
     def _restore(self) -> int:
         """Run again what the state lost of the tokens held (nothing, where it keeps token ids only)."""
         lost = len(self._tokens) - self._state.length
-        if not lost or self.policy.canonical == StateKind.TOKEN_IDS:
+        if not lost or not self._state.keeps_rows:
             return 0
-        self._check_ffn()
-        self._forward(len(self._tokens) - 1)
+        self.check_ffn()
+        with self._guarded(len(self._tokens)):
+            self._forward(len(self._tokens) - 1)
         return lost
 
     def fork(self) -> KvEngine:
@@ -225,9 +244,16 @@ class KvEngine:
         return self.spec.policy
 
     @property
-    def is_own_reference(self) -> bool:
-        """Whether this engine is what `Exact` compares with, so that only a one-pass run can judge it."""
-        return self.policy.canonical == StateKind.KV and isinstance(self.policy.contract, Exact)
+    def is_reference(self) -> bool:
+        """Whether this engine is the one that `Exact` names."""
+        return self.spec.is_reference
+
+    @property
+    def widest_window(self) -> int:
+        """The widest window below the model's context that rows retire behind, 0 for none."""
+        windows = [layer.window or 0 for layer in self.model.config.layers] + [self.window_tokens]
+        below = [window for window in windows if window < self.model.config.context]
+        return max(below, default=0) if self._state.keeps_rows else 0
 
     @property
     def info(self) -> EngineInfo:
@@ -298,9 +324,9 @@ class KvEngine:
         The longest common prefix of the prompt and the tokens held is reused (`reused_tokens`). Options:
         temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, with_logits; see SamplingOptions.
         """
-        from larql_kv.engine.generate import Generation, SamplingOptions
+        from larql_kv.engine.generate import SamplingOptions, generate
 
-        return iter(Generation(self, prompt, max_tokens, SamplingOptions(**options)))
+        return generate(self, prompt, max_tokens, SamplingOptions(**options))
 
     @contextmanager
     def using(self, ffn: FfnBackend) -> Iterator[KvEngine]:

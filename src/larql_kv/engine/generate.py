@@ -12,7 +12,7 @@ from larql_kv.engine.sampling import Sampler, SamplingOptions
 from larql_kv.errors import EmptyPrompt
 from larql_kv.ffn.base import FfnBackend
 
-__all__ = ["Generation", "SamplingOptions", "Token", "generate_with_engine"]
+__all__ = ["SamplingOptions", "Token", "generate", "generate_with_engine"]
 
 
 @dataclass(frozen=True)
@@ -26,55 +26,60 @@ class Token:
     logits: torch.Tensor | None = None  # (1, vocab) float32 that it was chosen from, when asked for
 
 
-class Generation:
-    """Iterate to run. The engine holds prompt and generated tokens afterwards, whenever iteration stops."""
+def generate(
+    engine: KvEngine, prompt: str | Sequence[int], max_tokens: int, options: SamplingOptions
+) -> Iterator[Token]:
+    """Yield the continuation of `prompt` token by token. Whenever iteration stops, the engine holds the
+    prompt and every token that was run (all but the last one chosen).
 
-    def __init__(
-        self, engine: KvEngine, prompt: str | Sequence[int], max_tokens: int, options: SamplingOptions
-    ) -> None:
-        if max_tokens < 0:
-            raise ValueError(f"max_tokens must be >= 0, got {max_tokens}")
-        self._engine = engine
-        self._options = options
-        self._max_tokens = max_tokens
-        self._ids = (
-            engine.model.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
-        )
-        if not self._ids:
-            raise EmptyPrompt()
+    Raises, at the call: ValueError for a negative `max_tokens`, EmptyPrompt. While iterating: as `prefill`.
+    """
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens must be >= 0, got {max_tokens}")
+    ids = (
+        engine.model.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    )
+    if not ids:
+        raise EmptyPrompt()
+    return _tokens(engine, ids, max_tokens, options)
 
-    def __iter__(self) -> Iterator[Token]:
-        engine, options = self._engine, self._options
-        hidden = prefill_reusing(engine, self._ids)
-        sampler, text = Sampler(options), _TextStream(engine, options.stop_strings)
-        stop_ids = frozenset() if options.ignore_stop_tokens else engine.model.tokenizer.stop_ids
-        for count in range(1, self._max_tokens + 1):
-            logits = engine.logits(hidden)
-            token = sampler.choose(
-                logits, torch.tensor(engine.tokens) if options.repetition_penalty != 1.0 else _NONE
-            )
-            piece, stopped = text.push(token) if token not in stop_ids else ("", True)
-            finish = "stop" if stopped else "length" if count == self._max_tokens else None
-            if finish is None and len(engine.tokens) >= engine.model.config.context:
-                finish = "context"
-            if finish is not None and not text.cut:
-                piece += text.flush()
-            yield Token(token, piece, finish, logits if options.with_logits else None)
-            if finish is not None:
-                return
-            hidden = engine.decode_step(token)
+
+def _tokens(engine: KvEngine, ids: list[int], max_tokens: int, options: SamplingOptions) -> Iterator[Token]:
+    hidden = prefill_reusing(engine, ids)
+    sampler, text = Sampler(options), _TextStream(engine, options.stop_strings)
+    stop_ids = frozenset() if options.ignore_stop_tokens else engine.model.tokenizer.stop_ids
+    penalised = options.repetition_penalty != 1.0
+    for count in range(1, max_tokens + 1):
+        logits = engine.logits(hidden)
+        token = sampler.choose(logits, torch.tensor(engine.tokens) if penalised else _NONE)
+        piece, stopped = ("", True) if token in stop_ids else text.push(token)
+        finish = "stop" if stopped else "length" if count == max_tokens else None
+        if finish is None and engine.length >= engine.model.config.context:
+            finish = "context"
+        if finish is not None:
+            tail, stopped = text.flush()
+            piece, finish = piece + tail, "stop" if stopped else finish
+        yield Token(token, piece, finish, logits if options.with_logits else None)
+        if finish is not None:
+            return
+        hidden = engine.decode_step(token)
 
 
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
 def prefill_reusing(engine: KvEngine, ids: list[int]) -> torch.Tensor:
-    """Make the engine hold exactly `ids`, running only what differs; returns the last hidden (1, hidden)."""
+    """Make the engine hold exactly `ids`, running only what differs; returns the last hidden (1, hidden).
+
+    Interrupted, it holds the common prefix. Raises as `prefill`, and then before anything is forgotten.
+    """
     engine.check_ids(ids, held=0)
     held = engine.tokens
     common = 0
     while common < min(len(held), len(ids) - 1) and held[common] == ids[common]:
         common += 1  # the last token is run in any case: its hidden is what is asked for
+    if common:
+        engine.check_ffn()
     recomputed = engine.trim(common)
     engine.reused_tokens = engine.held_positions - recomputed
     return engine.prefill(ids[common:])
@@ -87,23 +92,26 @@ class _TextStream:
         self._decoder = engine.model.tokenizer.stream()
         self._stops = stops
         self._held = ""
-        self.cut = False  # a stop string was found: what follows it is not text
+        self._stopped = False
 
     def push(self, token: int) -> tuple[str, bool]:
         """(printable text, whether a stop string was reached)"""
-        self._held += self._decoder.push(token)
+        return self._take(self._decoder.push(token), final=False)
+
+    def flush(self) -> tuple[str, bool]:
+        """What is still held, at the end; nothing after a stop string."""
+        return ("", True) if self._stopped else self._take(self._decoder.flush(), final=True)
+
+    def _take(self, piece: str, final: bool) -> tuple[str, bool]:
+        self._held += piece
         found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
         if found:
-            self.cut = True
+            self._stopped = True
             return self._held[: min(found)], True
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = 0 if final else max((_overlap(self._held, stop) for stop in self._stops), default=0)
         ready = self._held[: len(self._held) - keep]
         self._held = self._held[len(ready) :]
         return ready, False
-
-    def flush(self) -> str:
-        text, self._held = self._held + self._decoder.flush(), ""
-        return text
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -126,7 +134,7 @@ def generate_with_engine(
     Raises InvariantViolation when the engine holds rows made under another FFN.
     """
     tokens = []
-    with engine.using(ffn or engine.ffn):
+    with engine.using(engine.ffn if ffn is None else ffn):
         for token in engine.generate(prompt_tokens, max_tokens):
             tokens.append(token.id)
             if on_token is not None:

@@ -21,5 +21,9 @@ class Reference(EngineSpec):
     def policy(self) -> StatePolicy:
         return StatePolicy(StateKind.KV, StateKind.NOTHING, Exact())
 
+    @property
+    def is_reference(self) -> bool:
+        return True
+
     def build_state(self, model: Model) -> KVState:
         return KVState(model, self.window, retire=False)

@@ -64,7 +64,8 @@ class Sampler:
             logits = penalised(logits, seen, options.repetition_penalty)
         if options.temperature == 0:
             return int(logits.argmax())
-        weights = filtered(logits[0] / options.temperature, options)
+        scaled = (logits[0].double() - logits[0].max()) / options.temperature
+        weights = filtered(scaled, options)
         return int(torch.multinomial(weights, 1, generator=self._random))
 
 
@@ -80,13 +81,13 @@ def penalised(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch
 def filtered(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
     """Probabilities (vocab,) after top-k, top-p and min-p. At least one id keeps its weight."""
     probabilities = torch.softmax(logits.double(), -1)
-    ranked, order = probabilities.sort(descending=True, stable=True)
+    if not options.top_k and options.top_p == 1 and not options.min_p:
+        return probabilities
+    count = min(options.top_k or len(probabilities), len(probabilities))
+    ranked, order = probabilities.topk(count)
     keep = torch.ones_like(ranked, dtype=torch.bool)
-    if options.top_k:
-        keep[options.top_k :] = False
     if options.top_p < 1:
-        kept = torch.where(keep, ranked, 0.0)
-        keep &= (kept.cumsum(0) - kept) < options.top_p * kept.sum()
+        keep &= (ranked.cumsum(0) - ranked) < options.top_p * ranked.sum()
     if options.min_p > 0:
         keep &= ranked >= options.min_p * ranked[0]
     keep[0] = True

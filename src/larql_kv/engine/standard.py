@@ -24,5 +24,9 @@ class Standard(EngineSpec):
         contract = Exact() if self.window is None else ExactWithinWindow(self.window)
         return StatePolicy(StateKind.KV, StateKind.NOTHING, contract)
 
+    @property
+    def is_reference(self) -> bool:
+        return self.window is None
+
     def build_state(self, model: Model) -> KVState:
         return KVState(model, self.window)

@@ -25,7 +25,7 @@ class State(ABC):
     the engine then calls `trim`.
     """
 
-    capturable = False  # whether a step graph may hold this state's reads and writes
+    keeps_rows = True  # whether anything outlives a call: rows belong to the FFN they went through
 
     def __init__(self, model: Model) -> None:
         self.model = model

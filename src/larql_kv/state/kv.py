@@ -20,8 +20,11 @@ def effective_window(layer_window: int | None, engine_window: int | None) -> int
 
 def rows_seen(first: int, count: int, window: int | None) -> int:
     """Rows that queries at positions first..first+count-1 attend, summed."""
-    seen = range(first + 1, first + count + 1)
-    return sum(seen) if window is None else sum(min(rows, window) for rows in seen)
+    last = first + count
+    if window is None or last <= window:
+        return count * first + count * (count + 1) // 2
+    growing = max(0, window - first)
+    return growing * first + growing * (growing + 1) // 2 + (count - growing) * window
 
 
 class KVState(RowState):
@@ -88,6 +91,8 @@ class KVState(RowState):
 
 class RecomputeState(KVState):
     """`no-cache`: K/V live for one call as workspace, so every step runs all ids again."""
+
+    keeps_rows = False
 
     def __init__(self, model: Model) -> None:
         super().__init__(model, role="workspace")

@@ -39,7 +39,12 @@ class Ledger:
     """Entries of one engine, or of several (`combined`), each storage counted once."""
 
     def __init__(self, entries: Iterable[LedgerEntry]) -> None:
-        self.entries = list({(item.place, item.storage): item for item in entries}.values())
+        kept: dict[tuple[str, int], LedgerEntry] = {}
+        for item in entries:
+            twin = kept.get((item.place, item.storage))
+            if twin is None or twin.live < item.live:
+                kept[item.place, item.storage] = item
+        self.entries = list(kept.values())
 
     @classmethod
     def combined(cls, ledgers: Iterable[Ledger]) -> Ledger:

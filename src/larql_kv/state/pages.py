@@ -21,11 +21,16 @@ BLOCK = 64
 
 def allocate_block(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A block's tensor, uninitialised. On the host it is a mapping of its own: malloc would keep freed
-    blocks for the process, so that dropped state (and whole conversations) would never leave memory."""
+    blocks for the process, so that dropped state (and whole conversations) would never leave memory.
+    Private, so that a forked process cannot write into its parent's. Raises MemoryError."""
     if device.type != "cpu":  # pragma: cuda only
         return torch.empty(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    try:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for a state block of {size:,} bytes: {error}") from error
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 
 class _Block:
@@ -91,10 +96,10 @@ class PagedRows:
     def _unshare(self, index: int) -> None:
         block = self._blocks[index]
         if len(block.owners) > 1:
-            block.owners.discard(self)
-            own = self._make_block(self.rows_of_block(index)).copy_(block.tensor)
-            self._blocks[index] = _Block(own, self)
-            self.table[index] = self._blocks[index].tensor.data_ptr()
+            own = _Block(self._make_block(self.rows_of_block(index)).copy_(block.tensor), self)
+            self._blocks[index] = own
+            self.table[index] = own.tensor.data_ptr()
+            block.owners.discard(self)  # last: until then the other side clones before it writes
 
     def write(self, rows: torch.Tensor, first: int) -> None:
         """Copy rows (n, ...) into the slots of positions first.. (reserved before); blocks are (64, ...)."""

@@ -69,12 +69,16 @@ class ResidualState(RowState):
     def _derive(self, layer: int) -> None:
         pages = self.pages[layer]
         start = self.first - pages.live_rows(self.first)
-        for low in range(start, self.first, _DERIVE_ROWS):
-            high = min(low + _DERIVE_ROWS, self.first)
-            stage = self.clock.switch("recompute_cold" if high <= self.cold_below else "recompute_hot")
-            k, v = self.model.decoder.project_kv(layer, pages.read(low, high).float(), low)
-            self.kv.append(layer, k, v, low)
-            self.clock.switch(stage)
+        edge = min(max(start, self.cold_below), self.first)
+        for tier, begin, stop in (("recompute_cold", start, edge), ("recompute_hot", edge, self.first)):
+            for low in range(begin, stop, _DERIVE_ROWS):
+                high = min(low + _DERIVE_ROWS, stop)
+                stage = self.clock.switch("state_materialise")
+                rows = pages.read(low, high).float()
+                self.clock.switch(tier)
+                k, v = self.model.decoder.project_kv(layer, rows, low)
+                self.kv.append(layer, k, v, low)
+                self.clock.switch(stage)
         self._derived[layer] = True
 
     def drop_derivative(self) -> int:
@@ -106,7 +110,8 @@ class ResidualState(RowState):
             for pages in self.pages
             for item in pages.entries("residual rows", "canonical", self.length, cold)
         ]
-        derived = self.length if all(self._derived) else 0
         return rows + [
-            item for pages in self.kv.pages for item in pages.entries("K/V rows", "derivative", derived, cold)
+            item
+            for pages, derived in zip(self.kv.pages, self._derived, strict=True)
+            for item in pages.entries("K/V rows", "derivative", self.length if derived else 0, cold)
         ]

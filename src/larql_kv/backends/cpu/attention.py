@@ -11,13 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from larql_kv.backends.cpu.attention_kernels import append_kernel, decode_kernel, prefill_kernel
-from larql_kv.backends.cpu.runtime import sync_threads, thread_scratch
+from larql_kv.backends.cpu.attention_kernels import FEW_ROWS, append_kernel, attend_kernel, scratch_layout
+from larql_kv.backends.cpu.runtime import MAX_THREADS, sync_threads, thread_scratch
 
 KV_BLOCK_ROWS = 64
-_DECODE_ROWS = 4  # up to here keys and parts of a head are spread over threads; above, rows are
 _SERIAL_WORK = 150_000  # below this many multiply-adds, two more launches cost more than they save
-_TASK_QUERIES = 24  # vector queries of a prefill task: their scores share one pass over K and V
 
 
 class KvView:
@@ -43,9 +41,13 @@ class KvView:
 
     def check_holds(self, rows: int) -> None:
         """Raises ValueError unless the table has blocks for positions 0..rows-1 (a ring: for the ring)."""
-        slots = min(rows, self.ring) if self.ring else rows
-        if slots > KV_BLOCK_ROWS * self.blocks:
-            raise ValueError(f"{slots} K/V rows do not fit {self.blocks} blocks of {KV_BLOCK_ROWS}")
+        _check_holds(self.blocks, self.ring, rows)
+
+
+def _check_holds(blocks: int, ring: int, rows: int) -> None:
+    slots = min(rows, ring) if ring else rows
+    if slots > KV_BLOCK_ROWS * blocks:
+        raise ValueError(f"{slots} K/V rows do not fit {blocks} blocks of {KV_BLOCK_ROWS}")
 
 
 def _check(q: Tensor, k_new: Tensor, v_new: Tensor) -> tuple[int, int, int, int]:
@@ -98,32 +100,65 @@ def attend(
     if n == 0:
         return out
     threads = sync_threads()
-    width, group = (hd + 15) // 16, heads // kv_heads
-    shape = (
-        q.data_ptr(), k_new.data_ptr(), v_new.data_ptr(), n, heads, kv_heads, hd, view.address,
-        view.ring, int(view.dtype_is_bf16), first_position, window or 0, past_start, out.data_ptr(),
+    few = n <= FEW_ROWS and (first_position + n - low) * heads * hd > _SERIAL_WORK
+    layout = scratch_layout(n, heads, kv_heads, hd, first_position, low, window or 0, few)
+    floats = layout[2] + threads * _tile_floats(hd) if few else threads * layout[2]
+    attend_kernel(
+        q.data_ptr(), k_new.data_ptr(), v_new.data_ptr(), out.data_ptr(), view.address, first_position,
+        window or 0, n, heads, kv_heads, hd, view.ring, int(view.dtype_is_bf16), past_start, threads,
+        _SERIAL_WORK, thread_scratch("attention", floats), scale, softcap or 0.0,
     )  # fmt: skip
-    cap = 0.0 if softcap is None else softcap
-    span = first_position + n - low
-    if n <= _DECODE_ROWS and span * heads * hd > _SERIAL_WORK:
-        # The rows' scores start at multiples of 16, and end with a whole group of 16.
-        s_stride = ((first_position + n - (low & -16)) + 15) // 16 * 64
-        queries = n * heads
-        floats = 2 * queries * width * 16 + (queries + 15) // 16 * 16 + queries * s_stride // 4
-        at = thread_scratch("attention", floats + threads * 64 * width * 16)
-        # Parts of 32 head dimensions where parts of 64 would leave threads idle.
-        split = 4 if kv_heads * ((width + 3) // 4) % threads == 0 else 2
-        decode_kernel(*shape, 256, split, at, at + 4 * floats, s_stride, scale, cap)
-        return out
-    task_rows = max(1, _TASK_QUERIES // group)
-    if window is not None:
-        span = min(span, window + task_rows)
-    s_stride = (span + 47) // 16 * 64
-    queries = task_rows * group
-    floats = 2 * queries * width * 16 + (queries + 15) // 16 * 16 + 64 * width * 16 + queries * s_stride // 4
-    at = thread_scratch("attention", threads * floats)
-    prefill_kernel(*shape, task_rows, at, 4 * floats, s_stride, scale, cap)
     return out
+
+
+def _tile_floats(hd: int) -> int:
+    return KV_BLOCK_ROWS * ((hd + 15) // 16 * 16)
+
+
+class RowAttention:
+    """`attend` and `append_rows` for one row of one model: the shapes are known, and checked where rows are
+    made. Every argument is of the shapes that those two document."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, hd: int, is_bf16: bool, scale: float, softcap: float | None
+    ) -> None:
+        self._width = heads * hd
+        self._shape = (1, heads, kv_heads, hd)
+        self._append_shape = (0, 1, kv_heads, hd)
+        self._is_bf16 = int(is_bf16)
+        self._scale, self._softcap = scale, softcap or 0.0
+        self._scratch = (0, 0)  # floats that positions below the first number need
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, ring: int, first: int, window: int | None
+    ) -> Tensor:
+        """The row at position `first`, over the past in the blocks of `table` -> (1, heads * hd)."""
+        window = window or 0
+        _check_holds(table.numel(), ring, first)
+        if ring and not 0 < window <= ring + 1:
+            raise ValueError(f"a window of {window or None} does not fit a ring of {ring} rows")
+        positions, floats = self._scratch
+        if first >= positions:
+            positions, floats = self._scratch = self._scratch_below(2 * first + 256)
+        out = torch.empty(1, self._width)
+        attend_kernel(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), table.data_ptr(), first, window,
+            *self._shape, ring, self._is_bf16, 0, sync_threads(), _SERIAL_WORK,
+            thread_scratch("attention", floats), self._scale, self._softcap,
+        )  # fmt: skip
+        return out
+
+    def _scratch_below(self, positions: int) -> tuple[int, int]:
+        """(positions, floats of scratch that suffice below them, with any window and any thread count)."""
+        few, many = (scratch_layout(*self._shape, positions, 0, 0, few)[2] for few in (True, False))
+        return positions, max(few + MAX_THREADS * _tile_floats(self._shape[3]), MAX_THREADS * many)
+
+    def append(self, k: Tensor, v: Tensor, table: Tensor, ring: int, first: int) -> None:
+        """Write the row of position `first` into its slot."""
+        _check_holds(table.numel(), ring, first + 1)
+        append_kernel(
+            k.data_ptr(), v.data_ptr(), *self._append_shape, table.data_ptr(), ring, self._is_bf16, first
+        )
 
 
 def append_rows(k_new: Tensor, v_new: Tensor, view: KvView, first_position: int, skip: int = 0) -> None:

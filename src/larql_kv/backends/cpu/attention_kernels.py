@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit, prange
+from numba.extending import register_jitable
 from numba.np.ufunc import get_thread_id
 
 from larql_kv.backends.cpu.attention_tiles import (
@@ -18,7 +19,7 @@ from larql_kv.backends.cpu.attention_tiles import (
     sums_run_4,
     zero_vectors,
 )
-from larql_kv.backends.cpu.runtime import kernel
+from larql_kv.backends.cpu.runtime import kernel, region
 from larql_kv.backends.cpu.simd import peek_f32, peek_i64, poke_f32
 
 # `store` is the tuple (table, ring, is_bf16, k_new, v_new, first_position, kv_heads, hd)
@@ -215,8 +216,8 @@ def _finish(out, rows, heads, group, head, hd, sums, totals):
             m += 1
 
 
-@kernel(ints=18, floats=2)
-def prefill_kernel(
+@region
+def _many_rows(
     q, k_new, v_new, n, heads, kv_heads, hd, table, ring, is_bf16, first_position, window, past_start, out,
     task_rows, scratch, scratch_bytes, s_stride, scale, cap,
 ):  # fmt: skip
@@ -255,8 +256,8 @@ def prefill_kernel(
         _finish(out, rows, heads, group, head, hd, sums, totals)
 
 
-@kernel(ints=19, floats=2)
-def decode_kernel(
+@region
+def _few_rows(
     q, k_new, v_new, n, heads, kv_heads, hd, table, ring, is_bf16, first_position, window, past_start, out,
     chunk, split, scratch, tiles, s_stride, scale, cap,
 ):  # fmt: skip
@@ -311,6 +312,54 @@ def decode_kernel(
         _finish(
             out, rows, heads, group, head, hd, all_sums + head * vector_bytes, all_totals + 4 * head * total
         )
+
+
+FEW_ROWS = 4  # up to here keys and parts of a head may be spread over threads; above, rows are
+_TASK_QUERIES = 24  # vector queries of a task of many rows: their scores share one pass over K and V
+
+
+@register_jitable
+def scratch_layout(n, heads, kv_heads, hd, first_position, low, window, few):
+    """(rows a task, bytes a vector query has for its scores, floats) of the scratch of `_few_rows` (a tile a
+    thread comes on top) or `_many_rows` (so many floats a thread). low: the first position attended."""
+    vectors, group = (hd + 15) // 16, heads // kv_heads
+    if few:
+        # The rows' scores start at multiples of 16, and end with a whole group of 16.
+        rows, queries = n, n * heads
+        s_stride = (first_position + n - (low & -16) + 15) // 16 * 64
+        tile = 0
+    else:
+        rows = min(n, max(1, _TASK_QUERIES // group))
+        queries = rows * group
+        span = first_position + n - low
+        s_stride = ((min(span, window + rows) if window > 0 else span) + 47) // 16 * 64
+        tile = 64 * vectors * 16
+    floats = 2 * queries * vectors * 16 + (queries + 15) // 16 * 16 + tile + queries * s_stride // 4
+    return rows, s_stride, floats
+
+
+@kernel(ints=17, floats=2, regions=True)
+def attend_kernel(
+    q, k_new, v_new, out, table, first_position, window, n, heads, kv_heads, hd, ring, is_bf16, past_start,
+    threads, serial_work, scratch, scale, cap,
+):  # fmt: skip
+    """Attention of n rows. serial_work: multiply-adds from which few rows are worth two more launches;
+    scratch: what `scratch_layout` says."""
+    low = _low(first_position, window, past_start)
+    few = n <= FEW_ROWS and (first_position + n - low) * heads * hd > serial_work
+    rows, s_stride, floats = scratch_layout(n, heads, kv_heads, hd, first_position, low, window, few)
+    if few:
+        # Parts of 32 head dimensions where parts of 64 would leave threads idle.
+        split = 4 if kv_heads * ((hd + 63) // 64) % threads == 0 else 2
+        _few_rows(
+            q, k_new, v_new, n, heads, kv_heads, hd, table, ring, is_bf16, first_position, window, past_start,
+            out, 256, split, scratch, scratch + 4 * floats, s_stride, scale, cap,
+        )  # fmt: skip
+    else:
+        _many_rows(
+            q, k_new, v_new, n, heads, kv_heads, hd, table, ring, is_bf16, first_position, window, past_start,
+            out, rows, scratch, 4 * floats, s_stride, scale, cap,
+        )  # fmt: skip
 
 
 @kernel(ints=10, parallel=False)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from larql_kv.backends.cpu import ops
+from larql_kv.backends.cpu.row_steps import LayerWeights, RotaryRows, RowSteps, is_row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,24 +16,6 @@ if TYPE_CHECKING:
     from larql_kv.model.rope import RopeTable
     from larql_kv.model.tensors import TensorSource
     from larql_kv.state.pages import PagedRows
-
-
-@dataclass
-class _Layer:
-    """One layer's weights: packed linears and float32 norm vectors (None where the model has none)."""
-
-    attn_norm: torch.Tensor
-    q: ops.PackedLinear
-    kv: ops.PackedLinear
-    o: ops.PackedLinear
-    ffn_norm: torch.Tensor
-    gate_up: ops.PackedLinear
-    down: ops.PackedLinear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    post_attn_norm: torch.Tensor | None
-    post_ffn_norm: torch.Tensor | None
-    rope: RopeTable
 
 
 class CpuDecoder:
@@ -56,11 +38,25 @@ class CpuDecoder:
         self._final_norm = self._required("final_norm")
         self._head = ops.pack_linear([source.get("embed" if config.tied else "head")], gemm_bf16=False)
         self._layers = [self._load_layer(index, rope) for index, rope in enumerate(ropes)]
+        rotary = {id(rope): RotaryRows(rope) for rope in ropes}  # layers share tables
+        self._row_steps = [
+            RowSteps(config, weights, rotary[id(weights.rope)], exact) for weights in self._layers
+        ]
+        self._row_attention = ops.RowAttention(
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            not exact,
+            config.attention_scale,
+            config.attention_softcap,
+        )
+        # Values of one row, by which a call for one row is known: see `row_steps`.
+        self._hidden, self._q_dim, self._kv_dim = config.hidden, config.q_dim, config.kv_dim
 
-    def _load_layer(self, index: int, rope: RopeTable) -> _Layer:
+    def _load_layer(self, index: int, rope: RopeTable) -> LayerWeights:
         prefix = f"layers.{index}."
         fast = not self.exact
-        return _Layer(
+        return LayerWeights(
             attn_norm=self._required(prefix + "attn_norm"),
             q=self._linear(prefix, ("q",), fast),
             kv=self._linear(prefix, ("k", "v"), False),
@@ -100,6 +96,8 @@ class CpuDecoder:
     def attention_inputs(
         self, layer: int, rows: torch.Tensor, first: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if is_row(rows, self._hidden):
+            return self._row_steps[layer].inputs(rows, first)
         weights = self._layers[layer]
         x = self._attention_norm(weights, rows)
         q = weights.q(x).view(-1, self.config.heads, self.config.head_dim)
@@ -110,12 +108,12 @@ class CpuDecoder:
         no_queries = torch.empty(len(rows), 0, self.config.head_dim)
         return self._rotated(weights, self._attention_norm(weights, rows), no_queries, first)
 
-    def _attention_norm(self, weights: _Layer, rows: torch.Tensor) -> torch.Tensor:
+    def _attention_norm(self, weights: LayerWeights, rows: torch.Tensor) -> torch.Tensor:
         """The normed attention input of rows as a residual state stores them (bfloat16 unless exact)."""
         return ops.rms_norm(rows, weights.attn_norm, self.config.norm_eps, not self.exact)
 
     def _rotated(
-        self, weights: _Layer, x: torch.Tensor, q: torch.Tensor, first: int
+        self, weights: LayerWeights, x: torch.Tensor, q: torch.Tensor, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K/V of normed rows `x` in K/V precision; norms and rotates q in place on the way."""
         config = self.config
@@ -137,29 +135,44 @@ class CpuDecoder:
         first: int,
         window: int | None,
     ) -> torch.Tensor:
+        if is_row(q, self._q_dim) and is_row(k, self._kv_dim) and is_row(v, self._kv_dim):
+            return self._row_attention.attend(q, k, v, past.table, past.ring or 0, first, window)
         config = self.config
         return ops.attend(
             q, k, v, self._view(past), first, window, config.attention_scale, config.attention_softcap
         )
 
     def append_rows(self, k: torch.Tensor, v: torch.Tensor, past: PagedRows, first: int, skip: int) -> None:
+        if not skip and is_row(k, self._kv_dim) and is_row(v, self._kv_dim):
+            self._row_attention.append(k, v, past.table, past.ring or 0, first)
+            return
         ops.append_rows(k, v, self._view(past), first, skip)
 
     def _view(self, past: PagedRows) -> ops.KvView:
         return ops.KvView(past.table, 64, past.ring or 0, not self.exact)
 
     def add_attention_(self, layer: int, rows: torch.Tensor, attended: torch.Tensor) -> None:
+        if is_row(rows, self._hidden) and is_row(attended, self._q_dim):
+            self._row_steps[layer].add_attention_(rows, attended)
+            return
         weights = self._layers[layer]
         ops.add_normed_(rows, weights.o(attended), weights.post_attn_norm, self.config.norm_eps)
 
     def ffn_input(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        if is_row(rows, self._hidden):
+            return self._row_steps[layer].ffn_input(rows)
         return ops.rms_norm(rows, self._layers[layer].ffn_norm, self.config.norm_eps)
 
     def dense_ffn(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        if is_row(x, self._hidden):
+            return self._row_steps[layer].ffn(x)
         weights = self._layers[layer]
-        return weights.down(ops.packed_gated(weights.gate_up, x, self.config.activation))
+        return weights.down(ops.gated_act(weights.gate_up(x), self.config.activation))
 
     def add_ffn_(self, layer: int, rows: torch.Tensor, update: torch.Tensor) -> None:
+        if is_row(rows, self._hidden) and is_row(update, self._hidden):
+            self._row_steps[layer].add_ffn_(rows, update)
+            return
         ops.add_normed_(rows, update, self._layers[layer].post_ffn_norm, self.config.norm_eps)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:

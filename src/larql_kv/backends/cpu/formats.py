@@ -207,6 +207,21 @@ def block_rows(_typing, code, rows, w, records, x, x_stride, out, out_stride):
 
 
 @intrinsic
+def block_row(_typing, code, w, records, x, out):
+    """`block_rows` for one row alone, which keeps the code of a one-row kernel small."""
+
+    def body(e: Emit, code: Value, *args: Value) -> None:
+        cases = {
+            fmt.code: outlined(e.b, f"rows_{fmt.name}_1", [I64] * 6, _rows_body(fmt, 1), _VOID)
+            for fmt in FORMATS
+        }
+        w, records, x, out = args
+        _switch(e, code, cases, [w, records, x, e.i64(0), out, e.i64(0)])
+
+    return void_op(body, 5)
+
+
+@intrinsic
 def block_panel(_typing, code, w, records, panel):
     """panel[records*record_k][64] float32 = the dequantised records."""
 

@@ -6,13 +6,12 @@ import time
 
 import torch
 
-from larql_kv.backends.cpu.attention import KV_BLOCK_ROWS, KvView, append_rows, attend
+from larql_kv.backends.cpu.attention import KV_BLOCK_ROWS, KvView, RowAttention, append_rows, attend
 from larql_kv.backends.cpu.bandwidth_kernel import read_kernel
 from larql_kv.backends.cpu.linear import EmbeddingTable, PackedLinear, pack_linear
 from larql_kv.backends.cpu.rowops import (
     add_normed_,
     gated_act,
-    packed_gated,
     rms_norm,
     rope_qk_,
     round_bf16_,
@@ -49,12 +48,12 @@ __all__ = [
     "EmbeddingTable",
     "KvView",
     "PackedLinear",
+    "RowAttention",
     "add_normed_",
     "append_rows",
     "attend",
     "gated_act",
     "pack_linear",
-    "packed_gated",
     "precompile",
     "rms_norm",
     "rope_qk_",

@@ -10,9 +10,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, prange
 from numba.core import types
-from numba.np.ufunc import get_thread_id
 
-from larql_kv.backends.cpu.formats import block_rows, zero64
 from larql_kv.backends.cpu.runtime import kernel
 from larql_kv.backends.cpu.simd import F32, I64, Emit, intrinsic, outlined, void_op
 from larql_kv.backends.cpu.vmath import emit_activation
@@ -78,6 +76,22 @@ def sum_squares(_typing, x, count, rounded):
         return builder.load(slot)
 
     return types.float32(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def add_row(_typing, x, out, count):
+    """out += x over `count` floats."""
+
+    def outer(e: Emit, x: Value, out: Value, count: Value) -> None:
+        def step(off: Value, mask: Value | None) -> None:
+            _store(e, out, off, e.add(_load(e, out, off, mask), _load(e, x, off, mask)), mask)
+
+        _each_vector(e, count, step)
+
+    def body(e: Emit, *args: Value) -> None:
+        e.b.call(outlined(e.b, "add", [I64] * 3, outer, _VOID), list(args))
+
+    return void_op(body, 3)
 
 
 def _norm_body(e: Emit, x: Value, out: Value, count: Value, weight: Value, mode: Value, inv: Value) -> None:
@@ -170,24 +184,24 @@ def _inverse_rms(x, size, eps, rounded):
 
 
 @njit(inline="never", error_model="numpy")
-def _norm_one(x, out, size, weight, mode, eps):
+def norm_one(x, out, size, weight, mode, eps):
     norm_row(x, out, size, weight, mode, _inverse_rms(x, size, eps, 1 if mode == 1 else 0))
 
 
 @kernel(ints=6, floats=1)
 def norm_kernel(x, out, n, size, weight, mode, eps):
     for row in prange(n):
-        _norm_one(x + row * size * 4, out + row * size * 4, size, weight, mode, eps)
+        norm_one(x + row * size * 4, out + row * size * 4, size, weight, mode, eps)
 
 
 @kernel(ints=6, floats=1, parallel=False)
 def norm_kernel_serial(x, out, n, size, weight, mode, eps):
     for row in range(n):
-        _norm_one(x + row * size * 4, out + row * size * 4, size, weight, mode, eps)
+        norm_one(x + row * size * 4, out + row * size * 4, size, weight, mode, eps)
 
 
 @njit(inline="never", error_model="numpy")
-def _rope_row(q, k, row, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps):
+def rope_heads(q, k, row, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps):
     c, s = cos + row * half * 4, sin + row * half * 4
     for head in range(heads + kv_heads):
         if head < heads:
@@ -195,20 +209,20 @@ def _rope_row(q, k, row, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, ep
         else:
             x, weight = k + (row * kv_heads + head - heads) * hd * 4, k_norm
         if weight != 0:
-            _norm_one(x, x, hd, weight, 0, eps)
+            norm_one(x, x, hd, weight, 0, eps)
         rope_row(x, c, s, half)
 
 
 @kernel(ints=11, floats=1)
 def rope_kernel(q, k, n, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps):
     for row in prange(n):
-        _rope_row(q, k, row, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps)
+        rope_heads(q, k, row, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps)
 
 
 @kernel(ints=11, floats=1, parallel=False)
 def rope_kernel_serial(q, k, n, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps):
     for row in range(n):
-        _rope_row(q, k, row, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps)
+        rope_heads(q, k, row, heads, kv_heads, hd, cos, sin, half, q_norm, k_norm, eps)
 
 
 @kernel(ints=5)
@@ -228,17 +242,3 @@ def gated_kernel_serial(gate_up, out, n, size, activation):
 @kernel(ints=2, parallel=False)
 def round_kernel(x, count):
     round_row(x, count)
-
-
-@kernel(ints=12)
-def gated_linear_kernel(
-    code, gate, gate_block, up_code, up, up_block, records, x, out, size, pad, activation
-):
-    """One row: act(gate block * x) * (up block * x), 64 outputs a task. size: a multiple of 64."""
-    for b in prange(size // 64):
-        acc = pad + get_thread_id() * 4 * 256
-        zero64(acc)
-        zero64(acc + 256)
-        block_rows(code, 1, gate + b * gate_block, records, x, 0, acc, 256)
-        block_rows(up_code, 1, up + b * up_block, records, x, 0, acc + 256, 256)
-        gated_row(acc, acc + 256, out + 256 * b, 64, activation)

@@ -6,13 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from larql_kv.backends.cpu.linear import PackedLinear, check_rows
+from larql_kv.backends.cpu.linear import check_rows
 from larql_kv.backends.cpu.rowop_kernels import (
     ACTIVATION_CODES,
     PARALLEL_FLOATS,
     gated_kernel,
     gated_kernel_serial,
-    gated_linear_kernel,
     norm_kernel,
     norm_kernel_serial,
     rope_kernel,
@@ -133,18 +132,4 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
         gated_kernel(gate_up.data_ptr(), out.data_ptr(), n, size, code)
     else:
         gated_kernel_serial(gate_up.data_ptr(), out.data_ptr(), n, size, code)
-    return out
-
-
-def packed_gated(gate_up: PackedLinear, x: Tensor, activation: str, invariant: bool = False) -> Tensor:
-    """`gated_act(gate_up(x), activation)`, in one launch for a single row; the same bits."""
-    code = _activation(activation)
-    size = gate_up.out_features // 2
-    plan = gate_up.gated_plan() if x.shape[0] == 1 else None
-    if plan is None:
-        return gated_act(gate_up(x, invariant), activation)
-    check_rows(x, gate_up.in_features)
-    out = x.new_empty(1, size)
-    threads = sync_threads()
-    gated_linear_kernel(*plan, x.data_ptr(), out.data_ptr(), size, gate_up.pad_address(threads), code)
     return out

@@ -29,6 +29,7 @@ if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
     # Only an order: where omp is absent, numba goes on to the next one.
     config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
+MAX_THREADS: int = config.NUMBA_NUM_THREADS
 _I64 = types.int64
 _KERNELS: list[tuple[Any, tuple[Any, ...]]] = []
 _thread_state = threading.local()
@@ -62,16 +63,29 @@ def _is_thread_safe() -> bool:
 _launch_lock = None if _is_thread_safe() else threading.Lock()
 
 
-def kernel(*, ints: int, floats: int = 0, parallel: bool = True) -> Callable[[Callable[..., None]], Any]:
+def region(function: Callable[..., None]) -> Any:
+    """Decorator: a parallel loop that several kernels call; compiled into each of them."""
+    return njit(parallel=True, nogil=True, fastmath=False, boundscheck=False, error_model="numpy")(function)
+
+
+def kernel(
+    *, ints: int, floats: int = 0, parallel: bool = True, regions: bool = False
+) -> Callable[[Callable[..., None]], Any]:
     """Decorator: compile a function of `ints` int64 arguments then `floats` float32 ones, without the GIL,
     cached.
 
-    Addresses travel as int64. The signature is fixed and known to `precompile`.
+    Addresses travel as int64. The signature is fixed and known to `precompile`. `regions`: not parallel
+    itself, it launches threads through the `region`s that it calls.
     """
 
     def wrap(function: Callable[..., None]) -> Any:
         dispatcher = njit(
-            parallel=parallel, nogil=True, cache=True, fastmath=False, boundscheck=False, error_model="numpy"
+            parallel=parallel and not regions,
+            nogil=True,
+            cache=True,
+            fastmath=False,
+            boundscheck=False,
+            error_model="numpy",
         )(function)
         cache_file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
         if cache_file is not None and hasattr(
@@ -109,7 +123,7 @@ def sync_threads() -> int:
     """Make numba use `torch.get_num_threads()` threads in this Python thread; returns that number."""
     wanted = torch.get_num_threads()
     if getattr(_thread_state, "count", None) != wanted:
-        numba.set_num_threads(min(wanted, config.NUMBA_NUM_THREADS))
+        numba.set_num_threads(min(wanted, MAX_THREADS))
         _thread_state.count = wanted
     return wanted
 
