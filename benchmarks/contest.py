@@ -128,7 +128,7 @@ def _wait_for_quiet(limit: float) -> None:
 
 def _summary(runs: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
     quiet = [run for run in runs if run["other_cores"] <= QUIET_CORES]
-    every, runs = runs, quiet if len(quiet) >= 3 else runs
+    every, runs = runs, quiet if len(quiet) >= 2 else runs
     rates = [settings.new / sum(run["step_s"]) for run in runs]
     steps = [seconds for run in runs for seconds in run["step_s"]]
     short = [settings.prompt / run["prefill_s"] for run in runs]
@@ -145,7 +145,7 @@ def _summary(runs: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
         "id_hash": id_hash(runs[0]["ids"]),
         "ids": runs[0]["ids"],
         "same_ids_in_every_repeat": all(run["ids"] == every[0]["ids"] for run in every),
-        "runs_used": len(runs),  # the quiet ones where there are three, else all
+        "runs_used": len(runs),  # the quiet ones where there are two, else all
         "raw": every,
     }
 
@@ -178,10 +178,20 @@ def grid(result: dict[str, Any], base: str | None) -> Grid:
         f"prefill {settings['long_prompt']}",
         f"x {base}",
     ]
-    columns += ["peak MB", "load s", "mean KL", "top-1", "prefill KL", "top-1", "ids", "others' cores"]
+    columns += [
+        "peak MB",
+        "load s",
+        "mean KL",
+        "top-1",
+        "prefill KL",
+        "top-1",
+        "ids",
+        "turns",
+        "others' cores",
+    ]
     made = Grid(
         f"{result['model']}: prompt {settings['prompt']}, {settings['new']} new tokens, median of "
-        f"{settings['repeats']} (KL in nats against {REFERENCE}; bound of dtype=None {KL_BOUND:g})",
+        f"the quiet turns (KL in nats against {REFERENCE}; bound of dtype=None {KL_BOUND:g})",
         columns,
     )
     for row in result["rows"]:
@@ -202,7 +212,7 @@ def grid(result: dict[str, Any], base: str | None) -> Grid:
                 *(f"{(row['peak_rss'] or 0) / 1e6:.0f}", f"{row['load_s']:.2f}"),
                 *(f"{decode['mean_kl']:.1e}", f"{decode['top1']:.3f}"),
                 *(f"{prefill['mean_kl']:.1e}", f"{prefill['top1']:.3f}", row["id_hash"]),
-                f"{row['other_cores']:.1f}",
+                *(f"{row['runs_used']}/{settings['repeats']}", f"{row['other_cores']:.1f}"),
             ]
         )
     return made

@@ -78,7 +78,6 @@ def test_check_holds(larql, base_model):
 
 
 def test_a_broken_contract_exits_1(larql, base_model, monkeypatch):
-    monkeypatch.setattr(policy.Exact, "bound", lambda self, floor: -1.0)
     monkeypatch.setattr(policy, "divergence", _far_apart)
     few = ("--tokens", 12, "--free-tokens", 2, "--prompt-tokens", 5, "--dtype", "float32")
     result = larql("check", base_model, "--engine", "standard", *few)
@@ -105,6 +104,19 @@ def test_engines_that_cannot_be_checked(larql, base_model, monkeypatch, error, c
     assert f"{type(error).__name__}: {error}" in result.stdout
     report = json.loads(larql("check", base_model, "--engine", "standard", "--json").stdout)
     assert report["checks"][0]["error"]["message"] == str(error)
+
+
+def test_more_tokens_than_the_context_is_refused_before_any_check(larql, base_model):
+    result = larql("check", base_model, "--tokens", 5000, "--engine", "standard")
+    assert result.exit_code == 2
+    assert "do not fit the model's context of 256" in result.stderr
+
+
+def test_the_default_length_passes_the_models_window(larql):
+    report = json.loads(
+        larql("check", tiny_models.model_dir("gemma3"), "--engine", "standard", "--json").stdout
+    )
+    assert report["checks"][0]["report"]["verdict"] != "not exercised"
 
 
 def test_check_of_a_text(larql, base_model, tmp_path):

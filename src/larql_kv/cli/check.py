@@ -16,6 +16,7 @@ import typer
 from larql_kv.cli.choose import ENGINE_VARIABLE
 from larql_kv.cli.console import EXIT_ENGINE, add_row, console, print_json, table, warn
 from larql_kv.errors import EngineError, ModelError, SpecError
+from larql_kv.policy import Verdict
 
 if TYPE_CHECKING:
     from larql_kv.model.model import Model
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("engine", "verdict", "max KL", "mean KL", "top-1", "apart at")  # fits 80 columns
 _RIGHT = _COLUMNS[2:]
+_TOKENS, _STEPS = 256, 64  # text run by default, and how much of it step by step
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,17 @@ class Outcome:
     seconds: float
 
     @property
+    def label(self) -> str:
+        """The verdict, or why there is none in one word."""
+        if self.report is not None:
+            return str(self.report.verdict)
+        return "failed" if self.failed else "refused"
+
+    @property
     def failed(self) -> bool:
         """A broken promise, or an engine that broke down; a skipped one has not failed."""
         if self.report is not None:
-            return self.report.verdict == "broken"
+            return self.report.verdict == Verdict.BROKEN
         return isinstance(self.error, EngineError) and not self.error.is_recoverable
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,9 +68,13 @@ def check_command(
             help=f"Engine spec, repeatable, or several with `;`. Default: {ENGINE_VARIABLE}, else all.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=4, help="Tokens of text to run.")] = 256,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=4, help="Tokens of text to run [256, or more to pass the widest window]."),
+    ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of these, prefilled at once; the others step by step [half].")
+        int | None,
+        typer.Option(min=1, help="Of these, prefilled at once; the others step by step [all but 64]."),
     ] = None,
     free_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the free-running comparison.")] = 32,
     context_window: Annotated[int, typer.Option(min=0, help="Window of the legacy windowed names.")] = 0,
@@ -79,14 +92,16 @@ def check_command(
     Exit code 1 when a contract is broken. KL is in nats; the floor is what two shapes of the same
     computation differ by.
     """
-    if prompt_tokens is not None and prompt_tokens >= tokens:
+    if prompt_tokens is not None and tokens is not None and prompt_tokens >= tokens:
         raise typer.BadParameter(f"--prompt-tokens {prompt_tokens} must be less than --tokens {tokens}")
     specs = chosen_specs(engine, context_window or None)
     from larql_kv.model.load import load_model
 
     loaded = load_model(model, device=device, dtype=dtype)
-    ids = text_ids(loaded, tokens, text)
-    if prompt_tokens is not None and prompt_tokens >= len(ids):
+    ids = text_of(loaded, check_length(loaded, specs, tokens, free_tokens), text)
+    if prompt_tokens is None:
+        prompt_tokens = max(len(ids) // 2, len(ids) - _STEPS)
+    if prompt_tokens >= len(ids):
         raise typer.BadParameter(f"--prompt-tokens {prompt_tokens}: the text has only {len(ids)} tokens")
     outcomes = run_checks(loaded, specs, ids, prompt_tokens, free_tokens)
     if as_json:
@@ -119,20 +134,35 @@ def chosen_specs(given: Sequence[str] | None, context_window: int | None = None)
     return specs
 
 
-def text_ids(model: Model, count: int, path: Path | None = None) -> list[int]:
+def check_length(model: Model, specs: Sequence[EngineSpec], tokens: int | None, free_tokens: int) -> int:
+    """`tokens`, or enough to pass every window in play. Raises ModelError for more than the context holds."""
+    from larql_kv.engine import build_engine
+
+    room = model.config.context - free_tokens
+    if tokens is None:
+        widest = 0
+        for spec in specs:
+            with contextlib.suppress(ModelError):  # refused: said when it is checked
+                widest = max(widest, build_engine(spec, model).widest_window)
+        return min(max(_TOKENS, widest + _STEPS), room)
+    if tokens > room:
+        raise ModelError(
+            f"--tokens {tokens} and {free_tokens} free tokens do not fit the model's context of "
+            f"{model.config.context}"
+        )
+    return tokens
+
+
+def text_of(model: Model, count: int, path: Path | None = None) -> list[int]:
     """`count` ids of the text at `path`, or of the text that comes with the package, repeated as needed.
 
     A file is never repeated: a shorter one gives fewer ids, with a warning. Raises ModelError when it
     gives fewer than 4.
     """
     if path is None:
-        from larql_kv.bench.text import TEXT
+        from larql_kv.bench.text import text_ids
 
-        ids = model.tokenizer.encode(TEXT)
-        more = model.tokenizer.encode(TEXT, add_special=False)
-        while len(ids) < count:
-            ids += more
-        return ids[:count]
+        return text_ids(model, count)
     ids = model.tokenizer.encode(path.read_text(encoding="utf-8", errors="replace"))[:count]
     if len(ids) < 4:
         raise ModelError(f"{path}: the text has {len(ids)} tokens, a check needs at least 4")
@@ -170,13 +200,13 @@ def _print(outcomes: Sequence[Outcome], title: str) -> None:
     for outcome in outcomes:
         name, report = outcome.spec.text, outcome.report
         if report is None:
-            add_row(shown, name, "skipped", "", "", "", "")
+            add_row(shown, name, outcome.label, "", "", "", "")
             notes.append(f"{name}: {type(outcome.error).__name__}: {outcome.error}")
             continue
         forced = report.teacher_forced
         apart = "never" if report.first_divergence is None else f"token {report.first_divergence}"
         numbers = (f"{forced.max_kl:.1e}", f"{forced.mean_kl:.1e}", f"{forced.top1_agreement:.1%}", apart)
-        add_row(shown, name, str(report.verdict), *numbers)
+        add_row(shown, name, outcome.label, *numbers)
         forms = ", ".join(f"{form} {share:.0%}" for form, share in report.forms.items())
         notes.append(
             f"{name}: {report.contract}: {report.reason}; noise floor {report.noise_floor.max_kl:.1e} nats; "
