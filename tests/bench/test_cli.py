@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import larql_kv as lk
-from larql_kv.bench import cli, runner
+from larql_kv.bench import runner
+from larql_kv.cli import bench as cli
 from larql_kv.cli.main import app
 from tests.tiny_models import model_dir
 

@@ -29,7 +29,7 @@ RESULT = {
 
 
 def _plain() -> dict[str, Any]:
-    return json.loads(to_json(full_report()))
+    return json.loads(to_json(report_dict(full_report())))
 
 
 def test_schema() -> None:

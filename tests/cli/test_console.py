@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from larql_kv import errors
+from larql_kv.bench.stats import format_bytes
 from larql_kv.cli import console
 
 
@@ -27,7 +28,7 @@ from larql_kv.cli import console
     ],
 )
 def test_format_bytes(count, text):
-    assert console.format_bytes(count) == text
+    assert format_bytes(count) == text
 
 
 def test_clean_takes_escape_sequences_away():

@@ -1,1 +1,1 @@
-"""Measuring engines on a real model: speed, bytes, promises. `larql bench` is `bench.cli`."""
+"""Measuring engines on a real model: speed, bytes, promises. `larql bench` shows it."""

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from larql_kv.bench.text import text_ids
-from larql_kv.policy import StateKind
 
 if TYPE_CHECKING:
     from larql_kv.engine import KvEngine
 
-_SHORT, _LONGEST, _STEPS, _FREE = 64, 1024, 24, 24
+_SHORT, _STEPS, _FREE = 64, 24, 24
 
 
 def contract_of(engine: KvEngine, prompt_ids: Sequence[int]) -> dict[str, Any]:
@@ -22,11 +21,8 @@ def contract_of(engine: KvEngine, prompt_ids: Sequence[int]) -> dict[str, Any]:
     nothing; engines that run every id again get 64 tokens only.
     """
     model = engine.model
-    windows = [layer.window for layer in model.config.layers] + [engine.window_tokens or None]
-    count = _SHORT
-    if engine.policy.canonical != StateKind.TOKEN_IDS:
-        count = max([_SHORT, *(window + 2 * _STEPS for window in windows if window is not None)])
-    count = min(count, _LONGEST, model.config.context - _FREE)
+    count = max(_SHORT, engine.widest_window + 2 * _STEPS if engine.widest_window else 0)
+    count = min(count, model.config.context - _FREE)
     ids = list(prompt_ids)[:count]
     if len(ids) < count:
         ids += text_ids(model, count, None)[: count - len(ids)]
@@ -49,25 +45,18 @@ def contract_of(engine: KvEngine, prompt_ids: Sequence[int]) -> dict[str, Any]:
 def stages_of(engine: KvEngine, prompt_ids: Sequence[int], steps: int) -> dict[str, float]:
     """Mean microseconds a decode step by stage; the stages sum to `total`, the whole token.
 
-    A run of its own, after the timed ones: the timers cost a little. The engine's clock ends with its last
-    layer, so the head and the choice of the id are timed here; `other` is what no stage claims.
+    A run of its own, after the timed ones: the timers cost a little. `other` is what no stage claims, the
+    choice of the id included.
     """
-    model = engine.model
-    token = int(model.logits(engine.prefill(prompt_ids)).argmax())
-    token = int(model.logits(engine.decode_step(token)).argmax())
+    token = int(engine.logits(engine.prefill(prompt_ids)).argmax())
+    token = int(engine.logits(engine.decode_step(token)).argmax())
     engine.profile(True)
-    head = 0.0
     begin = time.perf_counter()
     for _ in range(steps):
-        hidden = engine.decode_step(token)
-        head_begin = time.perf_counter()
-        token = int(model.logits(hidden).argmax())
-        head += time.perf_counter() - head_begin
-    whole = time.perf_counter() - begin
+        token = int(engine.logits(engine.decode_step(token)).argmax())
+    total = 1e6 * (time.perf_counter() - begin) / steps
     summary = engine.stage_summary()
     engine.profile(False)
     assert summary is not None
     stages = {stage: spent for stage, spent in summary.microseconds.items() if stage != "other"}
-    stages["head"] = stages.get("head", 0.0) + 1e6 * head / steps
-    total = 1e6 * whole / steps
     return {**stages, "other": total - sum(stages.values()), "total": total}

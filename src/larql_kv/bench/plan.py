@@ -8,6 +8,7 @@ from typing import Any
 
 from larql_kv.bench.stats import Line, Spread
 from larql_kv.errors import ModelError
+from larql_kv.policy import Verdict
 
 # Engines that keep token ids only run the whole text at every step: O(n^2), so they get this many steps.
 RECOMPUTE_STEPS = 8
@@ -119,5 +120,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0, or 1 when an engine failed in a way that a harness should not shrug off."""
-        return int(any(row.failure is not None and not row.failure.recoverable for row in self.rows))
+        """0, or 1 when an engine broke its contract or failed in a way that is not recoverable."""
+        failed = any(row.failure is not None and not row.failure.recoverable for row in self.rows)
+        broken = any((row.contract or {}).get("verdict") == Verdict.BROKEN for row in self.rows)
+        return int(failed or broken)

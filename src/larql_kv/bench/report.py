@@ -37,12 +37,13 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from larql_kv.bench.plan import Report, Row
 from larql_kv.bench.runner import median_rate
-from larql_kv.bench.stats import gigabytes_per_second, id_hash
+from larql_kv.bench.stats import gigabytes_per_second, id_hash, plain_json
 from larql_kv.errors import StoreError
 
 SCHEMA = "larql-bench/1"
@@ -141,5 +142,6 @@ def write_text(path: Path, text: str) -> None:
         raise StoreError(f"cannot write {path}: {error}") from error
 
 
-def to_json(report: Report) -> str:
-    return json.dumps(report_dict(report), indent=1, allow_nan=False) + "\n"
+def to_json(report: Mapping[str, Any]) -> str:
+    """The text of `report_dict`'s result; numbers that JSON lacks become null."""
+    return json.dumps(plain_json(report), indent=1, allow_nan=False) + "\n"

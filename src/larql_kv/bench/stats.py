@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -78,3 +80,25 @@ def gigabytes_per_second(weight_bytes: int, state_bytes: float, seconds: float) 
 
 def is_increasing(values: Sequence[int]) -> bool:
     return all(a < b for a, b in pairwise(values))
+
+
+def plain_json(value: Any) -> Any:
+    """`value` as JSON can hold it: numbers that it lacks (inf, nan) become null, other objects text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return str(value)
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, as memory bandwidth is counted: `1.9 MB`."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

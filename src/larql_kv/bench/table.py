@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from larql_kv.bench.stats import format_bytes
+
 Cell = str
 Result = dict[str, Any]  # one entry of the JSON report's `results`
 
@@ -191,11 +193,4 @@ def _number(value: float | None, digits: int = 1) -> str:
 
 
 def _bytes(count: float | None) -> str:
-    """Decimal units, as bandwidth is counted."""
-    if count is None:
-        return "-"
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
+    return "-" if count is None else format_bytes(count)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from larql_kv.bench.stats import plain_json
 from larql_kv.errors import LarqlError, ModelError, SpecError
 
 if TYPE_CHECKING:
@@ -118,29 +118,8 @@ def add_row(to: Table, *cells: str) -> None:
 def print_json(value: Any) -> None:
     """One JSON object on stdout. Numbers that JSON lacks (inf, nan) become null."""
     ascii_only = "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
-    sys.stdout.write(json.dumps(_plain(value), ensure_ascii=ascii_only, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(plain_json(value), ensure_ascii=ascii_only, allow_nan=False) + "\n")
     sys.stdout.flush()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    return str(value)
-
-
-def format_bytes(count: float) -> str:
-    """Decimal units, as memory bandwidth is counted: `1.9 MB`."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
 
 
 def exit_code(error: LarqlError) -> int:

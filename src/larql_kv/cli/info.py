@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from larql_kv.cli.console import add_row, console, format_bytes, print_json, table
+from larql_kv.bench.stats import format_bytes
+from larql_kv.cli.console import add_row, console, print_json, table
 from larql_kv.errors import ModelError
 
 if TYPE_CHECKING:

@@ -7,8 +7,6 @@ pays only for what it uses.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from larql_kv import __version__
-from larql_kv.cli import check, engines, info, run, timing
+from larql_kv.cli import bench, check, engines, info, run, timing
 from larql_kv.cli.console import (
     EXIT_INTERRUPTED,
     EXIT_PIPE,
@@ -29,13 +27,6 @@ from larql_kv.cli.console import (
     report_error,
 )
 from larql_kv.errors import LarqlError
-
-# Commands that live beside what they drive: name, module, function. A module that is not there yet is
-# left out. The function is a typer command (annotated parameters, its docstring is the help text), the
-# module must be light to import (no torch at the top), and errors are simply raised: the group below
-# turns every LarqlError into an `error:` line, an exit code and, when the arguments hold `--json`, an
-# object {"error": {"kind", "message"}} on stdout.
-EXTENSIONS = (("bench", "larql_kv.bench.cli", "bench_command"),)
 
 _UsageError: Any = typer.BadParameter.__base__  # click's; typer carries its own copy of click
 
@@ -122,9 +113,7 @@ app.command("run")(run.run_command)
 app.command("engines")(engines.engines_command)
 app.command("info")(info.info_command)
 app.command("check")(check.check_command)
-for _name, _module, _function in EXTENSIONS:
-    if importlib.util.find_spec(_module) is not None:
-        app.command(_name)(getattr(importlib.import_module(_module), _function))
+app.command("bench")(bench.bench_command)
 
 
 def main() -> None:

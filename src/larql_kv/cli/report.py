@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from larql_kv.bench.stats import id_hash
+from larql_kv.bench.stats import format_bytes, id_hash
 from larql_kv.cli.answer import Answer
-from larql_kv.cli.console import add_row, console, format_bytes, note, table
+from larql_kv.cli.console import add_row, console, note, table
 
 if TYPE_CHECKING:
     from larql_kv.engine import KvEngine
@@ -41,7 +41,7 @@ def summary_line(engine: KvEngine, answer: Answer) -> str:
 def state_summary(ledger: Ledger) -> str:
     """Live bytes, by role, and what is allocated for them."""
     roles = ", ".join(f"{role} {format_bytes(ledger.total(role=role))}" for role in _ROLES)
-    return f"state {format_bytes(ledger.live)} ({roles}; allocated {format_bytes(ledger.capacity)})"
+    return f"state {format_bytes(ledger.live)} ({roles}; capacity {format_bytes(ledger.capacity)})"
 
 
 def reuse_line(answer: Answer) -> str:

@@ -81,11 +81,11 @@ def bench_command(
 
     Engines take turns, pages are warm, and whole tokens are timed (head and choice included; end-of-text is
     not honoured). An engine that fails is a labelled row; the exit code is 1 when one failed in a way that
-    is not recoverable.
+    is not recoverable, or broke its contract.
     """
     contexts = parse_contexts(context)
     specs = parse_engines(engine or [], context_window)
-    from larql_kv.bench.report import report_dict, write_text
+    from larql_kv.bench.report import report_dict, to_json, write_text
     from larql_kv.bench.runner import run_bench
     from larql_kv.model.load import DEFAULT_MODEL, load_model
 
@@ -101,9 +101,7 @@ def bench_command(
         progress("memory bandwidth")
         report = run_bench(loaded, specs, plan, name, measured_bandwidth(), progress)
     plain = report_dict(report)
-    import json as codec
-
-    text = codec.dumps(plain, indent=1, allow_nan=False) + "\n"
+    text = to_json(plain)
     if output_file is not None:
         write_text(output_file, text)
     if plot is not None:
