@@ -12,6 +12,7 @@ import larql_kv as lk
 from larql_kv.policy import Contract, StateKind, StatePolicy, Verdict, divergence
 from larql_kv.spec import EngineSpec
 from larql_kv.state.kv import KVState
+from larql_kv.state.residual import ResidualState
 from tests import tiny_models
 from tests.models import tiny
 
@@ -40,6 +41,13 @@ class _Dropping(KVState):
         for pages in self.pages:
             if pages.ring is None:
                 pages.block(0)[:, :, 3].zero_()
+
+
+class _GarbageCanon(ResidualState):
+    """Claims residual rows, keeps zeros: nothing shows until K/V have to come from them."""
+
+    def observe(self, layer: int, rows: torch.Tensor) -> None:
+        super().observe(layer, torch.zeros_like(rows))
 
 
 class _Coded(KVState):
@@ -82,6 +90,12 @@ def test_an_engine_that_is_not_exact_is_called_broken(state: type[KVState], fami
     assert report.to_dict()["ok"] is False
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_derivative_state_has_to_come_from_the_canonical(family: str) -> None:
+    assert _check(_engine(_GarbageCanon, lk.Exact(), family)).verdict == Verdict.BROKEN
+    assert _check(_engine(ResidualState, lk.Exact(), family)).verdict == Verdict.BITS
+
+
 def test_a_window_that_pretends_to_be_whole_is_broken() -> None:
     report = _check(_engine(KVState, lk.Exact(), window=8))
     assert report.verdict == Verdict.BROKEN
@@ -113,6 +127,17 @@ def test_a_window_that_is_never_passed_proves_nothing() -> None:
     assert model_window.widest_window == 8
     assert _check(model_window, 8).verdict == Verdict.NOT_EXERCISED
     assert lk.build_engine("no-cache", tiny("gemma3")).widest_window == 0
+
+
+def test_a_promise_about_a_window_that_the_context_cannot_pass() -> None:
+    engine = lk.build_engine("standard:window=512", tiny("llama"))  # its context is 256
+    assert _check(engine, 40).verdict == Verdict.NOT_EXERCISED
+
+
+@pytest.mark.parametrize("nats", [0.0, -1.0, math.inf, math.nan])
+def test_a_bound_must_bound(nats: float) -> None:
+    with pytest.raises(ValueError, match="positive and finite"):
+        lk.BoundedKL(nats)
 
 
 def test_a_task_level_contract_is_not_judged_by_logits() -> None:

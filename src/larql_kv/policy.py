@@ -49,6 +49,8 @@ class Runner(Protocol):
 
     def decode_step(self, token_id: int) -> Any: ...
 
+    def drop_derivative(self) -> int: ...
+
     def read_forms(self) -> dict[str, float]: ...
 
     def coded_share(self) -> float | None: ...
@@ -147,9 +149,11 @@ class Contract:
         prompt = len(ids) // 2 if prompt_tokens is None else prompt_tokens
         if not 0 < prompt < len(ids):
             raise ValueError(f"prompt_tokens must lie in 1..{len(ids) - 1}, got {prompt}")
+        if free_tokens < 1:
+            raise ValueError(f"free_tokens must be at least 1, got {free_tokens}")
         reference, candidate = engine.reference(), engine.fresh()
         reference_logits = _stepwise(reference, ids, prompt)
-        candidate_logits = _stepwise(candidate, ids, prompt)
+        candidate_logits = _stepwise(candidate, ids, prompt, drops=(len(ids) - prompt) // 3)
         at_once = _at_once(engine.reference(), ids, prompt)
         floor = divergence(at_once, reference_logits)
         # The reference against itself proves nothing: its steps are judged by its own single pass.
@@ -208,12 +212,21 @@ class ExactWithinWindow(Contract):
     def reference_window(self) -> int:
         return self.window
 
+    def _unexercised(self, engine: Checkable, tokens: int, coded: float | None) -> str | None:
+        if tokens <= self.window:
+            return f"{tokens} tokens never pass the window of {self.window}"
+        return super()._unexercised(engine, tokens, coded)
+
 
 @dataclass(frozen=True)
 class BoundedKL(Contract):
     """No step's KL against `standard` exceeds `nats` (plus twice the noise floor)."""
 
     nats: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.nats < math.inf:
+            raise ValueError(f"a KL bound must be positive and finite, got {self.nats}")
 
     @property
     def nats_allowed(self) -> float:
@@ -273,11 +286,16 @@ def divergence(reference: Any, candidate: Any) -> Divergence:
     )
 
 
-def _stepwise(engine: Runner, ids: list[int], prompt: int) -> Any:
+def _stepwise(engine: Runner, ids: list[int], prompt: int, drops: int | None = None) -> Any:
+    """Prefill, then teacher-forced steps. With `drops`, derivative state is dropped before every so many
+    steps: what the engine derives again has to come from the canonical state that it claims."""
     import torch
 
     logits = [engine.model.logits(engine.prefill(ids[:prompt]))]
-    logits += [engine.model.logits(engine.decode_step(token)) for token in ids[prompt:-1]]
+    for step, token in enumerate(ids[prompt:-1]):
+        if drops is not None and step % max(drops, 1) == 0:
+            engine.drop_derivative()
+        logits.append(engine.model.logits(engine.decode_step(token)))
     return torch.cat(logits)
 
 

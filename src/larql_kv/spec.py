@@ -76,11 +76,18 @@ class EngineSpec:
         """Bounds hold however a spec is made; 0 means none where a key may be none."""
         hints = typing.get_type_hints(type(self))
         for spec_field in fields(self):
-            value = getattr(self, spec_field.name)
-            if isinstance(value, (int, float)):
-                _check_bounds(spec_field, spec_field.name, value)
-                if value == 0 and hints[spec_field.name] == int | None:
-                    object.__setattr__(self, spec_field.name, None)
+            name, hint = spec_field.name, hints[spec_field.name]
+            value = getattr(self, name)
+            options = typing.get_args(hint) or (hint,)
+            literal = typing.get_origin(hint) is Literal
+            if not (
+                value in options if literal else type(value) in options or (value is None and None in options)
+            ):
+                raise SpecError(f"{name}={value!r} is not a valid {_wanted(options)}")
+            if type(value) in (int, float):
+                _check_bounds(spec_field, name, value)
+                if value == 0 and hint == int | None:
+                    object.__setattr__(self, name, None)
 
     @property
     def policy(self) -> StatePolicy:
@@ -106,7 +113,10 @@ class EngineSpec:
         return self.engine_name + (":" + ",".join(given) if given else "")
 
 
-def key(default: Any, help: str, minimum: int | None = None, maximum: int | None = None) -> Any:
+MAX_COUNT = 1 << 40  # rows, tokens: more than any memory holds, and safe in 64-bit address arithmetic
+
+
+def key(default: Any, help: str, minimum: int | None = None, maximum: int | None = MAX_COUNT) -> Any:
     """A spec key with its default, help text and bounds. Use as a dataclass field."""
     return field(default=default, metadata={"help": help, "minimum": minimum, "maximum": maximum})
 
@@ -157,6 +167,8 @@ def parse_spec(text: str, context_window: int | None = None) -> EngineSpec:
     `context_window` serves the legacy windowed names (`sliding`, `bounded`, `markov-bounded`) when the
     text gives no window. Raises SpecError naming the bad part and the nearest right one.
     """
+    if not isinstance(text, str):
+        raise SpecError(f"an engine spec is a text such as 'standard:window=512', got {text!r}")
     name, _, tail = text.strip().partition(":")
     name = name.strip()
     if name.lower() not in _ALIASES:
@@ -228,8 +240,13 @@ def _convert(spec_class: type[EngineSpec], name: str, raw: str) -> Any:
             except ValueError:
                 continue
             return value
-    wanted = " or ".join("none" if option is type(None) else option.__name__ for option in options)
-    raise SpecError(f"{name}={raw!r} is not a valid {wanted}")
+    raise SpecError(f"{name}={raw!r} is not a valid {_wanted(options)}")
+
+
+def _wanted(options: tuple[Any, ...]) -> str:
+    return " or ".join(
+        "none" if option is type(None) else getattr(option, "__name__", repr(option)) for option in options
+    )
 
 
 def _check_bounds(spec_field: Field[Any], name: str, value: Any) -> None:

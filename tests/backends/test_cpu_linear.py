@@ -123,3 +123,16 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="token ids"):
         ops.EmbeddingTable(raw).rows(torch.tensor([64]), 1.0)
     assert packed(torch.empty(0, 64)).shape == (0, 64)
+
+
+def test_embedding_rows_from_two_threads_at_once() -> None:
+    """The look-up runs without the GIL: no scratch may be shared between callers."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    table = ops.EmbeddingTable(make_raw("Q4_K", 400, 256))
+    ids = [torch.from_numpy(np.random.default_rng(seed).integers(0, 400, 64)) for seed in range(8)]
+    expected = [table.rows(part) for part in ids]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(40):
+            for got, want in zip(pool.map(table.rows, ids), expected, strict=True):
+                assert torch.equal(got, want)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -248,3 +249,84 @@ def test_a_device_without_a_backend(device: str) -> None:
 def test_an_unknown_dtype() -> None:
     with pytest.raises(lk.ModelError, match="int3"):
         lk.load_model(tiny_models.model_dir("llama"), dtype="int3")
+
+
+@each_engine
+@pytest.mark.parametrize(
+    "bad", ["345", b"abc", ["3", "4"], [3.7, 4.2], [True, False], {3: 4}, {3, 4}, 5, [[1, 2]], None]
+)
+def test_what_is_no_list_of_ids_is_refused(spec: str, bad: object) -> None:
+    engine = lk.build_engine(spec, tiny("llama"))
+    engine.prefill([5, 6])
+    with pytest.raises(lk.ModelError, match="token ids must be a sequence of integers"):
+        engine.prefill(bad)  # type: ignore[arg-type]
+    if not isinstance(bad, str):
+        with pytest.raises(lk.ModelError, match="token ids must be a sequence of integers"):
+            engine.generate(bad)  # type: ignore[arg-type]
+    for token in (3.9, "7", None):
+        with pytest.raises(lk.ModelError):
+            engine.decode_step(token)  # type: ignore[arg-type]
+    assert engine.tokens == [5, 6]
+
+
+def test_ids_of_other_integer_types() -> None:
+    model = tiny("llama")
+    expected = lk.build_engine("standard", model).prefill([5, 6, 7])
+    for ids in (
+        np.array([5, 6, 7]),
+        torch.tensor([5, 6, 7]),
+        (5, 6, 7),
+        range(5, 8),
+        [np.int32(5), 6, np.int64(7)],
+    ):
+        assert torch.equal(lk.build_engine("standard", model).prefill(ids), expected)
+    engine = lk.build_engine("standard", model)
+    engine.prefill([5, 6])
+    assert torch.equal(engine.decode_step(np.int64(7)), expected)
+
+
+@each_engine
+def test_a_trim_that_makes_no_sense_changes_nothing(spec: str) -> None:
+    engine = lk.build_engine(spec, tiny("gemma3"))
+    engine.prefill([5, 6, 7, 8])
+    with pytest.raises(TypeError):
+        engine.trim(2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=">= 0"):
+        engine.trim(-1)
+    assert engine.tokens == [5, 6, 7, 8]
+    engine.decode_step(9)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_head_that_gives_no_numbers_is_a_backend_failure(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    logits = type(model).logits
+
+    def poisoned(self: Model, hidden: torch.Tensor) -> torch.Tensor:
+        out = logits(self, hidden)
+        out[0, 7] = value
+        return out
+
+    monkeypatch.setattr(type(model), "logits", poisoned)
+    for options in ({}, {"temperature": 1.0}):
+        with pytest.raises(lk.BackendFailure, match="logits are not finite"):
+            list(lk.build_engine("standard", model).generate([5, 6], 3, **options))
+
+
+def test_an_ffn_that_is_none() -> None:
+    with pytest.raises(TypeError, match="FfnBackend"):
+        lk.build_engine("standard", tiny("llama"), ffn="dense")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answer", [None, [1.0], torch.zeros(2, 3), torch.zeros(2, 64, dtype=torch.float64)])
+def test_an_ffn_that_answers_nonsense(answer: object) -> None:
+    model = tiny("llama")
+
+    class Odd(lk.DenseFfn):
+        def forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+            return answer  # type: ignore[return-value]
+
+    with pytest.raises(lk.BackendFailure, match=r"the FFN gave .* for layer 0, expected float32 \(2, 64\)"):
+        lk.build_engine("standard", model, ffn=Odd(model)).prefill([5, 6])

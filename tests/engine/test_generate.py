@@ -129,6 +129,21 @@ def test_interrupting_a_generation_keeps_what_was_run() -> None:
     assert torch.equal(engine.decode_step(7), fresh.prefill([*ids, *taken, 7]))
 
 
+def test_an_engine_used_for_something_else_stops_the_text() -> None:
+    model = tiny("llama")
+    engine = lk.build_engine("standard", model)
+    first = engine.generate([5, 6, 7], 6, ignore_stop_tokens=True)
+    next(first)
+    second = engine.generate([9, 10, 11], 6, ignore_stop_tokens=True)
+    next(second)
+    with pytest.raises(lk.InvariantViolation, match="used for something else"):
+        next(first)
+    next(second)
+    engine.trim(2)
+    with pytest.raises(lk.InvariantViolation, match="used for something else"):
+        next(second)
+
+
 def test_seeded_sampling_repeats_and_differs_by_seed() -> None:
     model = tiny("llama")
     engine = lk.build_engine("standard", model)
@@ -176,7 +191,15 @@ def test_repetition_penalty() -> None:
     "bad",
     [
         *({"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}),
-        *({"min_p": 1}, {"repetition_penalty": 0}, {"stop": ""}, {"stop": ["a", ""]}),
+        *(
+            {"min_p": 1},
+            {"repetition_penalty": 0},
+            {"repetition_penalty": 1e-320},
+            {"seed": 2**64},
+            {"seed": 1.5},
+            {"stop": ""},
+            {"stop": ["a", ""]},
+        ),
     ],
 )
 def test_options_out_of_range(bad: dict) -> None:

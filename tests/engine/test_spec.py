@@ -78,6 +78,22 @@ def test_bounds_hold_however_a_spec_is_made() -> None:
         Standard(window=-3)
 
 
+@pytest.mark.parametrize("window", ["8", 2.5, True, 10**20])
+def test_values_of_another_type_or_size(window: object) -> None:
+    from larql_kv.engine.standard import Standard
+
+    with pytest.raises(lk.SpecError, match="window"):
+        Standard(window=window)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", [None, 5, b"standard"])
+def test_a_spec_that_is_no_text(text: object) -> None:
+    with pytest.raises(lk.SpecError, match="an engine spec is a text"):
+        lk.parse_spec(text)  # type: ignore[arg-type]
+    with pytest.raises(lk.SpecError):
+        lk.build_engine(text, None)  # type: ignore[arg-type]
+
+
 def test_window_zero_and_none_mean_no_window() -> None:
     for raw in ("0", "none", "None"):
         assert lk.parse_spec(f"standard:window={raw}") == lk.parse_spec("standard")

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from larql_kv import __version__
 from larql_kv.cli import bench, check, engines, info, run, timing
 from larql_kv.cli.console import (
+    EXIT_ENGINE,
     EXIT_INTERRUPTED,
     EXIT_PIPE,
     EXIT_USAGE,
@@ -66,6 +67,10 @@ def _named_errors(as_json: bool) -> Iterator[None]:
     except BrokenPipeError:
         _drop_stdout()
         raise typer.Exit(EXIT_PIPE) from None
+    except OSError as error:  # a full disk under the output; files of the model are ModelErrors
+        _drop_stdout()
+        report_error("OSError", f"the output cannot be written: {error}", False)
+        raise typer.Exit(EXIT_ENGINE) from error
     except KeyboardInterrupt:
         with contextlib.suppress(BrokenPipeError):
             if as_json:
@@ -119,6 +124,7 @@ app.command("bench")(bench.bench_command)
 def main() -> None:
     """Entry point of the `larql` script; exits the process."""
     timing.command_started_with_process()
+    prepare_streams()
     try:
         app(prog_name="larql")
     except KeyboardInterrupt:  # between the blocks that handle it

@@ -47,5 +47,5 @@ def build_engine(
     Raises SpecError naming the bad part of a spec, ModelError when the model breaks the engine's
     preconditions.
     """
-    parsed = parse_spec(spec, context_window) if isinstance(spec, str) else spec
+    parsed = spec if isinstance(spec, EngineSpec) else parse_spec(spec, context_window)
     return KvEngine(parsed, model, ffn)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from larql_kv.state.tokens import TokenLog
 if TYPE_CHECKING:
     from larql_kv.engine.generate import Token
 
-# What a forward pass may die of: it becomes a BackendFailure. ValueError: an FFN that returns a wrong shape.
+# What a forward pass may die of: it becomes a BackendFailure.
 _RUN_TIME_FAILURES = (
     RuntimeError,
     MemoryError,
@@ -56,6 +57,23 @@ class EngineInfo:
         return f"{self.name} [{self.backend}]" + (f" ({self.config})" if self.config else "")
 
 
+def token_list(token_ids: Sequence[int] | torch.Tensor) -> list[int]:
+    """Ids as Python ints, from any sequence or 1-D array of integers.
+
+    Raises ModelError for anything that is not a list of integers: text, floats and flags would be coerced
+    into ids that nobody meant.
+    """
+    if isinstance(token_ids, (str, bytes, bytearray, Mapping, Set)):
+        raise ModelError(f"token ids must be a sequence of integers, got {type(token_ids).__name__}")
+    try:
+        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)  # type: ignore[union-attr]
+        if any(isinstance(token, bool) for token in ids):
+            raise TypeError("bool")
+        return [operator.index(token) for token in ids]
+    except TypeError as error:
+        raise ModelError(f"token ids must be a sequence of integers: {error}") from error
+
+
 class KvEngine:
     """One sequence on one model under one engine spec.
 
@@ -65,10 +83,13 @@ class KvEngine:
     def __init__(self, spec: EngineSpec, model: Model, ffn: FfnBackend | None = None) -> None:
         self.spec = spec
         self.model = model
+        if ffn is not None and not callable(getattr(ffn, "forward", None)):
+            raise TypeError(f"ffn must be an FfnBackend, got {ffn!r}")
         self.ffn: FfnBackend = DenseFfn(model) if ffn is None else ffn
         self._state = spec.build_state(model)
         self._tokens = TokenLog()
         self._rows_ffn: FfnBackend | None = None  # the FFN that the kept rows went through
+        self.changes = 0  # goes up whenever tokens come or go, so that a generator sees it was overtaken
         self.reused_tokens = 0  # of the last prompt given to `generate`
         self.recomputed_tokens = 0  # of the last call: tokens held before it that had to be run again
 
@@ -93,14 +114,15 @@ class KvEngine:
         """
         if not len(self._tokens):
             raise InvariantViolation("decode_step before prefill: the engine holds no tokens")
-        return self._run((token_id,), keep=1)
+        return self._run([token_id], keep=1)
 
     def _run(self, token_ids: Sequence[int], keep: int | None) -> torch.Tensor:
-        ids = [int(token) for token in token_ids]
+        ids = token_list(token_ids)
         self.check_ids(ids)
         self.check_ffn()
         held = len(self._tokens)
         with self._guarded(held):
+            self.changes += 1
             self._tokens.append(ids)
             self.recomputed_tokens = held - min(held, self._state.length)
             return self._forward(held if keep is None else len(self._tokens) - keep)
@@ -171,6 +193,7 @@ class KvEngine:
 
     def _cut(self, length: int) -> None:
         """State first: tokens that the state does not hold are run again, the reverse would be skipped."""
+        self.changes += 1
         self._state.trim(length)
         self._tokens.truncate(length)
 
@@ -198,7 +221,8 @@ class KvEngine:
 
     def trim(self, length: int) -> int:
         """Keep the first `length` tokens. What a ring had overwritten is run again from the ids now;
-        returns how many tokens that were. Raises ValueError for a negative length."""
+        returns how many tokens that were. Raises ValueError for a negative length, TypeError for none."""
+        length = operator.index(length)
         if length < 0:
             raise ValueError(f"trim needs a length >= 0, got {length}")
         if length >= len(self._tokens):
@@ -206,6 +230,7 @@ class KvEngine:
         if length == 0:
             self.reset()
             return 0
+        self.check_ffn()
         self._cut(length)
         return self._restore()
 
@@ -214,7 +239,6 @@ class KvEngine:
         lost = len(self._tokens) - self._state.length
         if not lost or not self._state.keeps_rows:
             return 0
-        self.check_ffn()
         with self._guarded(len(self._tokens)):
             self._forward(len(self._tokens) - 1)
         return lost
@@ -295,13 +319,17 @@ class KvEngine:
     # -- choosing ------------------------------------------------------------------------------------
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`model.logits(hidden)`, (n, hidden) -> (n, vocab) float32, charged to the stage `head`."""
+        """`model.logits(hidden)`, (n, hidden) -> (n, vocab) float32, charged to the stage `head`.
+
+        Raises BackendFailure for logits that nothing can be chosen from (nan, or a largest that is infinite).
+        """
         clock = self._state.clock
-        if not isinstance(clock, StageClock):
-            return self.model.logits(hidden)
-        clock.restart()
-        clock.switch("head")
+        if isinstance(clock, StageClock):
+            clock.restart()
+            clock.switch("head")
         logits = self.model.logits(hidden)
+        if not bool(torch.isfinite(logits.amax(-1)).all()):  # amax passes nan on; -inf elsewhere is a choice
+            raise BackendFailure("the logits are not finite: are the head's weights corrupt?")
         clock.switch("other")
         return logits
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from larql_kv.engine.base import KvEngine
+from larql_kv.engine.base import KvEngine, token_list
 from larql_kv.engine.sampling import Sampler, SamplingOptions
-from larql_kv.errors import EmptyPrompt
+from larql_kv.errors import EmptyPrompt, InvariantViolation
 from larql_kv.ffn.base import FfnBackend
 
 __all__ = ["SamplingOptions", "Token", "generate", "generate_with_engine"]
@@ -32,13 +32,12 @@ def generate(
     """Yield the continuation of `prompt` token by token. Whenever iteration stops, the engine holds the
     prompt and every token that was run (all but the last one chosen).
 
-    Raises, at the call: ValueError for a negative `max_tokens`, EmptyPrompt. While iterating: as `prefill`.
+    Raises, at the call: ValueError for a negative `max_tokens`, EmptyPrompt. While iterating: as `prefill`,
+    and InvariantViolation when the engine was used for something else in between.
     """
     if max_tokens < 0:
         raise ValueError(f"max_tokens must be >= 0, got {max_tokens}")
-    ids = (
-        engine.model.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-    )
+    ids = engine.model.tokenizer.encode(prompt) if isinstance(prompt, str) else token_list(prompt)
     if not ids:
         raise EmptyPrompt()
     return _tokens(engine, ids, max_tokens, options)
@@ -59,9 +58,12 @@ def _tokens(engine: KvEngine, ids: list[int], max_tokens: int, options: Sampling
         if finish is not None:
             tail, stopped = text.flush()
             piece, finish = piece + tail, "stop" if stopped else finish
+        changes = engine.changes
         yield Token(token, piece, finish, logits if options.with_logits else None)
         if finish is not None:
             return
+        if engine.changes != changes:
+            raise InvariantViolation("the engine was used for something else while this text was generated")
         hidden = engine.decode_step(token)
 
 

@@ -34,7 +34,9 @@ class SamplingOptions:
             "top_k must be >= 0": self.top_k >= 0,
             "top_p must lie in (0, 1]": 0 < self.top_p <= 1,
             "min_p must lie in [0, 1)": 0 <= self.min_p < 1,
-            "repetition_penalty must be > 0": 0 < self.repetition_penalty < float("inf"),
+            "repetition_penalty must lie in [0.001, 1000]": 1e-3 <= self.repetition_penalty <= 1e3,
+            "seed must be an integer of 64 bits": self.seed is None
+            or (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64),
             "stop strings must not be empty": all(self.stop_strings),
         }
         for message, holds in checks.items():

@@ -56,13 +56,13 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path | HubId:
     text = os.fspath(name_or_path)
     if isinstance(name_or_path, str) and text.lower() in _CATALOG:
         return _CATALOG[text.lower()]()
-    path = Path(text).expanduser()
     try:
+        path = Path(text).expanduser()
         is_model = path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf")
         if text and is_model:
             return path
         exists = bool(text) and path.exists()
-    except (OSError, ValueError) as error:  # a name too long, a NUL in it
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL in it, no such user
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{text[:200]!r} is no usable path: {reason}") from error
     if exists:
@@ -83,7 +83,10 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path | HubId:
 def cache_dir() -> Path:
     """Where assembled models are kept: $LARQL_CACHE, or ~/.cache/larql-kv."""
     chosen = os.environ.get("LARQL_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "larql-kv"
+    try:
+        return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "larql-kv"
+    except RuntimeError as error:
+        raise ModelError(f"LARQL_CACHE={chosen!r} is no usable directory: {error}") from error
 
 
 def _package_file(package: str, *inside: str, hint: str) -> Path:

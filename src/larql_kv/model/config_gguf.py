@@ -6,6 +6,7 @@ llama.cpp's `llama-model.cpp` (hyperparameters per architecture).
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -123,7 +124,7 @@ def _vocabulary(file: GgufFile, keys: _Keys, hidden: int) -> int:
 def _attention_scale(keys: _Keys, layer_count: int, hidden: int, heads: int, head_dim: int) -> float:
     scale = keys.optional_number("attention.scale")
     if scale:  # llama.cpp writes 0 for "the default"
-        if scale < 0:
+        if not 0 < scale < math.inf:
             raise ModelError(f"{keys.file.path}: attention.scale must be positive, got {scale}")
         return scale
     if layer_count == _GEMMA_27B_LAYERS.get(keys.architecture):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from larql_kv.errors import BackendFailure
 from larql_kv.model.clock import NULL_CLOCK, Clock
 
 if TYPE_CHECKING:
@@ -51,7 +52,22 @@ def forward(
         q, k, v = decoder.attention_inputs(layer, hidden, first_position)
         decoder.add_attention_(layer, hidden, state.attend(layer, q, k, v))
         clock.switch("ffn")
-        decoder.add_ffn_(layer, hidden, ffn.forward(layer, decoder.ffn_input(layer, hidden)))
+        update = ffn.forward(layer, decoder.ffn_input(layer, hidden))
+        if (
+            not isinstance(update, torch.Tensor)
+            or update.shape != hidden.shape
+            or update.dtype != hidden.dtype
+        ):
+            raise BackendFailure(
+                f"the FFN gave {_described(update)} for layer {layer}, expected float32 {tuple(hidden.shape)}"
+            )
+        decoder.add_ffn_(layer, hidden, update.contiguous())
         if after_layer is not None:
             hidden = after_layer(layer, hidden)
     return hidden
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return type(value).__name__

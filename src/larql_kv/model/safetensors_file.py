@@ -80,7 +80,7 @@ def _open_shards(directory: Path, index: dict[str, Any]) -> dict[str, RawTensor]
             raise ModelError(
                 f"{where}: shard {shard!r} of {name!r} is not a plain .safetensors file name in the directory"
             )
-        if not (directory / shard).exists():
+        if len(shard) > 255 or not (directory / shard).exists():
             raise ModelError(f"{where}: shard {shard!r} is missing")
         shards[shard] = map_file(directory / shard)
     tensors: dict[str, RawTensor] = {}

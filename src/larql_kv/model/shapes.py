@@ -11,6 +11,7 @@ BIASES = ("q_bias", "k_bias", "v_bias", "o_bias", "gate_bias", "up_bias", "down_
 # Far above any model in existence, far below what would hurt: a hostile header must not cost memory.
 MAX_LAYERS = 1024
 MAX_DIMENSION = 1 << 24
+MAX_HEAD_DIM = 256  # what the attention kernels hold in registers and scratch
 
 
 def check_sizes(config: ModelConfig) -> None:
@@ -25,14 +26,18 @@ def check_sizes(config: ModelConfig) -> None:
         "context length": config.context,
     }
     for what, value in sizes.items():
-        if not 0 < value <= MAX_DIMENSION * (64 if what == "context length" else 1):
-            raise ModelError(f"{what} must be positive and below {MAX_DIMENSION}, got {value}")
+        limit = MAX_DIMENSION * (64 if what == "context length" else 1)
+        if not 0 < value <= limit:
+            raise ModelError(f"{what} must be positive and at most {limit}, got {value}")
+    if config.head_dim > MAX_HEAD_DIM or config.head_dim % 2:
+        raise ModelError(
+            "head dimension must be even (RoPE rotates pairs) and at most "
+            f"{MAX_HEAD_DIM}, got {config.head_dim}"
+        )
     if config.heads % config.kv_heads:
         raise ModelError(
             f"head count {config.heads} is not a multiple of the key/value head count {config.kv_heads}"
         )
-    if config.head_dim % 2:
-        raise ModelError(f"head dimension must be even (RoPE rotates pairs), got {config.head_dim}")
     if not 0 < config.norm_eps < 1:
         raise ModelError(f"norm epsilon must lie between 0 and 1, got {config.norm_eps!r}")
     for index, layer in enumerate(config.layers):

@@ -77,7 +77,9 @@ class _Files:
         raw = _read(path / "chat_template.jinja", MAX_CONFIG_BYTES)
         template: Any = config.get("chat_template")
         if isinstance(template, list):  # several by name
-            by_name = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+            by_name = {
+                str(item.get("name")): item.get("template") for item in template if isinstance(item, dict)
+            }
             template = by_name.get("default")
         if raw is not None:
             template = _text(path / "chat_template.jinja", raw)
@@ -164,7 +166,10 @@ def _named(backend: Any, files: _Files, name: str) -> int | None:
         token = source.get(f"{name}_token")
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
-            return backend.token_to_id(text)
+            try:
+                return backend.token_to_id(text)
+            except UnicodeEncodeError as error:
+                raise ModelError(f"the {name}_token {text!r} is no valid text: {error}") from error
     for source in (files.generation, files.model):
         value = source.get(f"{name}_token_id")
         if isinstance(value, list) and value:

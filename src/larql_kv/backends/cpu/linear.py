@@ -286,7 +286,10 @@ class EmbeddingTable:
             _, data = _stored_rows(raw, self.hidden)
             self._data = data  # keeps the mapping alive
             self._args = (KIND_CODES[raw.kind], data.ctypes.data, data.strides[0])
-        self._codes = np.empty(64, dtype=np.uint8)
+        else:
+            raw.dequantize(
+                slice(0, 1)
+            )  # a type that cannot be read is refused at load, not at the first step
 
     def rows(self, ids: Tensor, scale: float = 1.0) -> Tensor:
         """ids (n,) int64 -> (n, hidden) float32, the stored values times `scale` (rounded to float32)."""
@@ -300,9 +303,10 @@ class EmbeddingTable:
             values = torch.from_numpy(self.raw.dequantize(ids.numpy()).reshape(n, self.hidden))
             return values * float(np.float32(scale))
         out = torch.empty((n, self.hidden), dtype=torch.float32)
+        codes = np.empty(64, dtype=np.uint8)  # of this call: threads may look up rows at the same time
         kind, table, row_bytes = self._args
         rows_kernel(
-            kind, ids.data_ptr(), n, table, row_bytes, self.hidden, out.data_ptr(), self._codes.ctypes.data,
+            kind, ids.data_ptr(), n, table, row_bytes, self.hidden, out.data_ptr(), codes.ctypes.data,
             float(np.float32(scale)),
         )  # fmt: skip
         return out
