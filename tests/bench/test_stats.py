@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from larql_kv.bench.machine import OtherLoad, cpu_model, git_commit, machine_facts, peak_rss
+from larql_kv.bench.machine import OtherLoad, cpu_model, git_commit, machine_facts
 from larql_kv.bench.stats import (
     Spread,
     fit_line,
@@ -95,11 +95,6 @@ def test_machine_facts_name_the_machine() -> None:
 
 def test_no_checkout_is_no_commit(tmp_path) -> None:
     assert git_commit(tmp_path) is None
-
-
-def test_peak_rss_is_at_least_this_process() -> None:
-    peak = peak_rss()
-    assert peak is None or peak > 10 << 20
 
 
 def test_other_load_is_a_number_of_cores() -> None:

@@ -102,8 +102,16 @@ class Screen:
     def wait_for(self, text: bytes, press: bytes = b"") -> None:
         self.wait(lambda seen: text in seen, press)
 
+    def settle(self) -> None:
+        """Until nothing has come for longer than keys are pressed again: a late Ctrl-C would take what is
+        typed next with it."""
+        while select.select([self.handle], [], [], 1.5)[0]:
+            os.read(self.handle, 65536)
+        self.seen = b""
+
     def say(self, line: bytes) -> None:
         """Type a line, and wait until its answer streams."""
+        self.settle()
         os.write(self.handle, line + b"\n")
         self.wait(lambda seen: len(_ESCAPES.sub(b"", seen.partition(line + b"\r\n")[2])) > 3)
 

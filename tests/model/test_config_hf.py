@@ -330,7 +330,7 @@ def test_code_in_the_directory_is_not_run(tmp_path: Path) -> None:
         ("llama", {"head_dim": None, "hidden_size": 65}, "no multiple of 4 heads"),
         ("llama", {"num_hidden_layers": 10**9}, "layer count must lie between"),
         ("llama", {"num_hidden_layers": 0}, "layer count must lie between"),
-        ("llama", {"vocab_size": 1 << 40}, "vocabulary must be positive and below"),
+        ("llama", {"vocab_size": 1 << 40}, "vocabulary must be positive and at most"),
         ("llama", {"rms_norm_eps": 0}, "norm epsilon"),
         ("llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number"),
         ("mistral", {"sliding_window": 0}, "sliding window must be positive"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import gguf
@@ -234,8 +235,9 @@ def test_real_files_open_fast(name):
         tokens = file.metadata["tokenizer.ggml.tokens"].strings()
         walks.append(time.process_time() - opened)
         times.append(opened - start)
-    assert min(times) < 0.25, times
-    assert min(walks) < 0.15, walks
+    slack = 1 if sys.gettrace() is None else 3  # a coverage tracer counts every line
+    assert min(times) < 0.25 * slack, times
+    assert min(walks) < 0.15 * slack, walks
     assert len(tokens) in (49_152, 262_144)
 
 

@@ -1,5 +1,6 @@
 """What a backend offers the forward pass: the decoder's arithmetic, in composite steps that it may fuse."""
 
+# coverage: types (imported by type checkers only)
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol

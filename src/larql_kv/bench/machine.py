@@ -58,17 +58,6 @@ def _git(where: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def peak_rss() -> int | None:
-    """Peak resident bytes of this process (mapped files included), or None where /proc does not say."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
 class OtherLoad:
     """What other processes used of the machine since this was made; timings taken meanwhile show it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -64,24 +64,3 @@ class Model:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head: (n, hidden) -> (n, vocab) float32."""
         return self.decoder.logits(hidden)
-
-    def info(self) -> dict[str, Any]:
-        """What `larql info` adds to the file's own description."""
-        config = self.config
-        windows = [layer.window for layer in config.layers]
-        return {
-            "source": self.source,
-            "architecture": config.architecture,
-            "layers": config.layer_count,
-            "hidden": config.hidden,
-            "heads": config.heads,
-            "kv_heads": config.kv_heads,
-            "head_dim": config.head_dim,
-            "intermediate": config.intermediate,
-            "vocab": config.vocab,
-            "context": config.context,
-            "sliding_layers": sum(window is not None for window in windows),
-            "window": next((window for window in windows if window is not None), None),
-            "kv_bytes_per_token": 2 * config.kv_dim * config.layer_count * self.kv_dtype.itemsize,
-            **self.decoder.facts(),
-        }

@@ -3,6 +3,7 @@
 is one query head of one row; `group` of them share a K/V head. Positions are absolute.
 """
 
+# coverage: compiled (most of this file runs inside numba's compiler, and not at all when its cache is warm)
 from __future__ import annotations
 
 import numpy as np

@@ -6,6 +6,7 @@ the
 other. So neither the place a row was read from nor the shape of the call can change a result.
 """
 
+# coverage: compiled (most of this file runs inside numba's compiler, and not at all when its cache is warm)
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """The kernel that measures what memory can deliver: the yardstick of every other kernel."""
 
+# coverage: compiled (most of this file runs inside numba's compiler, and not at all when its cache is warm)
 from __future__ import annotations
 
 from typing import Any

@@ -20,6 +20,7 @@ A u32 holds the 4-bit codes of 8 consecutive k, the first one lowest. Every prod
 (at most 24 significant bits), so one fma gives the bits of the reference dequantisation, which rounds once.
 """
 
+# coverage: compiled (most of this file runs inside numba's compiler, and not at all when its cache is warm)
 from __future__ import annotations
 
 from collections.abc import Callable

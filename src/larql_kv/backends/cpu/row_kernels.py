@@ -5,6 +5,7 @@ calling thread and is dead when a kernel returns; it starts with what the docstr
 bytes a thread for the linears.
 """
 
+# coverage: compiled (most of this file runs inside numba's compiler, and not at all when its cache is warm)
 from __future__ import annotations
 
 from numba import prange

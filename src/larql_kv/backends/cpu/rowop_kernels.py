@@ -1,6 +1,7 @@
 """Kernels of the row operations. Sums of squares have four vectors of lanes and one tree: one order for
 all."""
 
+# coverage: compiled (most of this file runs inside numba's compiler, and not at all when its cache is warm)
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -4,6 +4,7 @@ torch is imported before numba, so that both share one OpenMP runtime (two of th
 2 x cores threads spinning). The omp layer is preferred: a launch costs about 1.5 us there.
 """
 
+# coverage: compiled (most of this file runs inside numba's compiler, and not at all when its cache is warm)
 from __future__ import annotations
 
 import contextlib

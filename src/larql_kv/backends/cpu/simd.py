@@ -6,6 +6,7 @@ vector into what the machine has. No fast-math flag is ever set: a fused multipl
 `fma` stands, so the bits do not depend on the optimiser.
 """
 
+# coverage: compiled (most of this file runs inside numba's compiler, and not at all when its cache is warm)
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,6 @@
 """Elementwise functions on 16-lane vectors, each lane's bits a function of that lane's input only."""
 
+# coverage: compiled (most of this file runs inside numba's compiler, and not at all when its cache is warm)
 from __future__ import annotations
 
 from typing import Any
