@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+# torch and numba each bring an OpenMP pool. By default a pool's idle threads spin for milliseconds, so after
+# every torch operation one pool would hold the cores that the other needs (a third of the decode speed).
+# 20,000 turns outlast the gaps between kernels and little more. Read when torch is first imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __version__ = "0.1.0"
 

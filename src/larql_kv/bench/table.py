@@ -113,7 +113,7 @@ def remarks(report: dict[str, Any]) -> list[str]:
 
 
 def state_grid(results: Sequence[Result]) -> Grid:
-    columns = ["engine", "canonical", "derivative", "workspace", "live", "allocated", "of K/V"]
+    columns = ["engine", "canonical", "derivative", "workspace", "live", "capacity", "of K/V"]
     grid = Grid("State after the last step (of K/V: live, against window-aware K/V of standard)", columns)
     for result in results:
         memory = result["memory"] or {}
