@@ -1,7 +1,7 @@
 """Mutated GGUF files: no crash, no hang, no memory beyond the bound, nothing but ModelError.
 
 `LARQL_FUZZ_SECONDS` (default 60) sets the time, `LARQL_FUZZ_SEED` the seed. A finding is printed with its
-bytes: add it to `corpus/` and it is a test from then on.
+bytes: add their hex to `corpus/NAME.hex` and it is a test from then on.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import pytest
 from larql_kv.errors import ModelError
 from larql_kv.model.gguf_file import GgufFile
 from larql_kv.model.tokenizer import Tokenizer
+from tests import tiny_models
 
 HERE = Path(__file__).parent
-CORPUS = sorted((HERE / "corpus").glob("*.gguf"))
+CORPUS = sorted((HERE / "corpus").glob("*.hex"))
 
 
 def _run(tmp_path: Path, seed: int, seconds: float) -> subprocess.CompletedProcess[str]:
@@ -33,6 +34,8 @@ def test_mutated_headers(tmp_path):
     seconds = float(os.environ.get("LARQL_FUZZ_SECONDS", "60"))
     seed = int(os.environ.get("LARQL_FUZZ_SEED", "20261130"))
     print(f"seed {seed}, {seconds:g} s")
+    for family in ("llama", "gemma2", "qwen3"):
+        tiny_models.write_tiny_gguf(family, tmp_path / f"tiny-{family}.gguf", "Q8_0")
     done = _run(tmp_path, seed, seconds)
     print(done.stdout[-6000:])
     assert done.returncode == 0, (
@@ -45,10 +48,12 @@ def test_mutated_headers(tmp_path):
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_what_the_fuzzer_found(path):
+def test_what_the_fuzzer_found(path, tmp_path):
     start = time.perf_counter()
+    case = tmp_path / "case.gguf"
+    case.write_bytes(bytes.fromhex(path.read_text()))
     try:
-        tokenizer = Tokenizer.from_gguf(GgufFile.open(path))
+        tokenizer = Tokenizer.from_gguf(GgufFile.open(case))
         tokenizer.decode(tokenizer.encode("ab <x> é<s>\0ab  <|endoftext|>"))
     except ModelError:
         pass
