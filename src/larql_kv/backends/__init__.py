@@ -1,5 +1,4 @@
-"""Execution backends. `capabilities` answers before anything is loaded; what is missing is a
-BackendUnavailable, never a crash."""
+"""Execution backends. What a build lacks is a BackendUnavailable before anything is loaded, never a crash."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ DEVICES = ("cpu",)
 
 def check_device(device: str) -> None:
     """Raises BackendUnavailable for a device that no backend here serves."""
-    if device not in DEVICES:
+    if str(device) not in DEVICES:
         raise BackendUnavailable(
-            f"no backend for device {device!r} in this build; available: {', '.join(DEVICES)}"
+            f"no backend for device {str(device)!r} in this build; available: {', '.join(DEVICES)}"
         )

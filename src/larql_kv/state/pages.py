@@ -131,9 +131,12 @@ class PagedRows:
         self._release(0)
 
     def _release(self, keep: int) -> None:
+        if keep >= len(self._blocks):
+            return
         for block in self._blocks[keep:]:
             block.owners.discard(self)
         del self._blocks[keep:]
+        self.table[keep:] = 0  # an address that nobody owns must not be followed
 
     def fork(self) -> PagedRows:
         """A page list with the same rows; the blocks are shared until either side writes."""

@@ -8,6 +8,7 @@ import torch
 
 from larql_kv.backends.cpu import ops
 from larql_kv.backends.cpu.row_steps import LayerWeights, RotaryRows, RowSteps, is_row
+from larql_kv.backends.cpu.runtime import scratch_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +38,9 @@ class CpuDecoder:
         self._embedding = ops.EmbeddingTable(source.get("embed"))
         self._final_norm = self._required("final_norm")
         self._head = ops.pack_linear([source.get("embed" if config.tied else "head")], gemm_bf16=False)
+        self._ropes = {id(rope): rope for rope in ropes}  # layers share tables
         self._layers = [self._load_layer(index, rope) for index, rope in enumerate(ropes)]
-        rotary = {id(rope): RotaryRows(rope) for rope in ropes}  # layers share tables
+        rotary = {key: RotaryRows(rope) for key, rope in self._ropes.items()}
         self._row_steps = [
             RowSteps(config, weights, rotary[id(weights.rope)], exact) for weights in self._layers
         ]
@@ -199,4 +201,6 @@ class CpuDecoder:
             "kv_dtype": str(self.kv_dtype).removeprefix("torch."),
             "bytes_per_step": sum(linear.nbytes for linear in linears),
             "resident_bytes": sum(linear.resident_bytes for linear in linears),
+            "rope_table_bytes": sum(rope.nbytes for rope in self._ropes.values()),
+            "scratch_bytes": scratch_bytes(),  # of the calling thread; grows with the context
         }
