@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from larql_kv.backends.cpu import ops, runtime
@@ -61,3 +62,17 @@ def test_thread_count_follows_torch() -> None:
 
 def test_stream_bandwidth_is_plausible() -> None:
     assert 0.1 < ops.stream_bandwidth(0.05) < 5000
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_torchs_thread_count_is_kept_and_followed(threads: str) -> None:
+    """numba's first launch must not raise the count that the user asked torch for."""
+    code = (
+        "import torch, numba\nfrom larql_kv.backends.cpu import runtime\n"
+        "def run():\n    runtime.sync_threads()\n"
+        "    return torch.get_num_threads(), numba.get_num_threads()\n"
+        "first = run()\ntorch.set_num_threads(1)\nprint(first, run())"
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": threads}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.strip() == f"({threads}, {threads}) (1, 1)"

@@ -177,9 +177,11 @@ class KvEngine:
             raise ModelError(f"token id {bad} is outside the vocabulary of {config.vocab} ids")
         held = len(self._tokens) if held is None else held
         if held + len(ids) > config.context:
+            over = held + len(ids) - config.context
+            held_text = f", or reset ({held} are held)" if held else ""
             raise ModelError(
                 f"{held + len(ids)} tokens do not fit the model's context of {config.context}: "
-                f"the engine holds {held} and was given {len(ids)} more"
+                f"shorten the text by {over}{held_text}"
             )
 
     def check_ffn(self) -> None:

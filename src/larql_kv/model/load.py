@@ -109,5 +109,5 @@ def _is_exact(dtype: Any) -> bool:
         # Without bfloat16 instructions a bfloat16 product is emulated and slower than float32.
         return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     if text not in names:
-        raise ModelError(f"dtype {dtype!r} is not supported; supported: None, float32, bfloat16")
+        raise ModelError(f"dtype {dtype!r} is not supported; supported: auto, float32, bfloat16")
     return names[text]

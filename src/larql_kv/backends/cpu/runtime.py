@@ -125,6 +125,8 @@ def sync_threads() -> int:
     wanted = torch.get_num_threads()
     if getattr(_thread_state, "count", None) != wanted:
         numba.set_num_threads(min(wanted, MAX_THREADS))
+        if torch.get_num_threads() != wanted:  # numba's first launch resizes the OpenMP pool that torch asks
+            torch.set_num_threads(wanted)
         _thread_state.count = wanted
     return wanted
 
