@@ -49,8 +49,10 @@ def test_any_chunks_give_the_same_bits(family: str, spec: str) -> None:
 
 
 @combinations
-def test_drop_derivative_changes_nothing(family: str, spec: str) -> None:
-    model = tiny(family)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drop_derivative_changes_nothing(family: str, spec: str, dtype: str) -> None:
+    """In the bfloat16 form too: K/V are projected from the row as stored, by one row-invariant kernel."""
+    model = tiny(family, dtype)
     ids = _ids(model)
     kept, dropped = lk.build_engine(spec, model), lk.build_engine(spec, model)
     kept.prefill(ids[:20])
