@@ -171,8 +171,9 @@ class Contract:
         """Why this run could not have failed, or None."""
         if coded is not None and coded < CODED_FLOOR:
             return f"only {coded:.0%} of the coded layers' rows were read coded"
-        if tokens <= engine.widest_window:
-            return f"{tokens} tokens never pass the window of {engine.widest_window}"
+        widest = max(engine.widest_window, self.reference_window or 0)
+        if tokens <= widest:
+            return f"{tokens} tokens never pass the window of {widest}"
         return None
 
     def _judge(self, engine: Checkable, forced: Divergence, floor: Divergence) -> tuple[Verdict, str]:
@@ -211,11 +212,6 @@ class ExactWithinWindow(Contract):
     @property
     def reference_window(self) -> int:
         return self.window
-
-    def _unexercised(self, engine: Checkable, tokens: int, coded: float | None) -> str | None:
-        if tokens <= self.window:
-            return f"{tokens} tokens never pass the window of {self.window}"
-        return super()._unexercised(engine, tokens, coded)
 
 
 @dataclass(frozen=True)

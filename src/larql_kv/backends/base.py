@@ -73,6 +73,10 @@ class Decoder(Protocol):
         """Final norm and head: (n, hidden) -> (n, vocab) float32."""
         ...
 
+    def prepare(self) -> None:
+        """Make every execution form ahead of the first prefill."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """Resident and per-step weight bytes, and the execution form, for `info` and the bench."""
         ...

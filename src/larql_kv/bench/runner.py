@@ -109,8 +109,8 @@ class Contestant:
         row.weight_bytes = int(self.model.decoder.facts()["bytes_per_step"])
         if not self.recomputes:
             row.state_bytes_read = (self._kv_before + live_kv_bytes(engine)) / 2
-        row.ledger = engine.ledger().to_dict() | {"tokens": len(engine.tokens)}
-        row.kv_bytes_of_standard = standard_kv_bytes(self.model, len(engine.tokens))
+        row.ledger = engine.ledger().to_dict() | {"tokens": engine.length}
+        row.kv_bytes_of_standard = standard_kv_bytes(self.model, engine.length)
         self.engine = None
 
 
@@ -144,9 +144,7 @@ def run_bench(
     `bandwidth` (GB/s) is what shares are of. Raises ModelError when the runs do not fit the model's context.
     """
     plan.check_context(model.config.context)
-    prepare = getattr(model.decoder, "prepare", None)
-    if prepare is not None:
-        prepare()
+    model.decoder.prepare()
     field = [Contestant(spec, model, plan) for spec in specs]
     order: list[tuple[int, str, str]] = []
     for contestant in field:

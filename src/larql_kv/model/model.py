@@ -42,10 +42,15 @@ class Model:
         Raises ModelError for an id outside the vocabulary.
         """
         ids = torch.as_tensor(token_ids, dtype=torch.int64)
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.config.vocab):
-            bad = next(int(token) for token in ids if not 0 <= token < self.config.vocab)
-            raise ModelError(f"token id {bad} is outside the vocabulary of {self.config.vocab} ids")
-        return self.decoder.embed(ids)
+        try:
+            return self.decoder.embed(ids)  # checks the range itself: it reads memory at these offsets
+        except ValueError:
+            bad = next(
+                (token for token in ids.flatten().tolist() if not 0 <= token < self.config.vocab), None
+            )
+            if bad is None:
+                raise
+            raise ModelError(f"token id {bad} is outside the vocabulary of {self.config.vocab} ids") from None
 
     def forward(
         self,
