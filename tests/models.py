@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
+import typing
+from collections.abc import Iterator
 
 import pytest
 
 import larql_kv as lk
 from larql_kv.model.model import Model
+from larql_kv.spec import EngineSpec
 from tests import tiny_models
 
 FAMILIES = sorted(tiny_models.FAMILIES)
 ENGINES = [entry.name for entry in lk.engines()]
-# Every registered engine, and once more with a window where it takes one: a new engine is in at once.
-SPECS = [
-    spec
-    for entry in lk.engines()
-    if entry.kind == "kv"
-    for spec in [
-        entry.name,
-        *([f"{entry.name}:window=13"] if any(key.name == "window" for key in entry.keys) else []),
-    ]
-]
+
+
+def _variants(spec_class: type[EngineSpec]) -> Iterator[str]:
+    """The engine with and without a window, where it takes one, under every value of its named choices."""
+    values = []
+    for name, hint in typing.get_type_hints(spec_class).items():
+        if typing.get_origin(hint) is typing.Literal:
+            values.append([(name, value) for value in typing.get_args(hint)])
+        elif name == "window":
+            values.append([(name, None), (name, 13)])
+    for given in itertools.product(*values):
+        try:
+            yield spec_class(**dict(given)).text
+        except lk.SpecError:  # choices that exclude each other
+            continue
+
+
+# Every registered engine in all its variants: a new engine is in at once.
+SPECS = [spec for entry in lk.engines() if entry.kind == "kv" for spec in _variants(entry.spec_class)]
 
 
 @functools.cache

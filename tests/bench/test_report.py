@@ -13,16 +13,18 @@ import larql_kv as lk
 from larql_kv.bench.plan import Failure, Row
 from larql_kv.bench.plot import bar_chart, line_chart, report_chart, ticks
 from larql_kv.bench.report import SCHEMA, report_dict, row_dict, to_json, write_text
+from larql_kv.bench.runner import run_bench
 from larql_kv.bench.table import grids, heading, remarks
-from tests.bench.bench_runs import full_report, run
+from tests.bench.bench_runs import full_report, make_plan, run
+from tests.lanes import staging
 
 TOP = {
     "schema", "timestamp", "model", "dtype", "facts", "machine", "bandwidth_gb_per_s", "other_cores",
     "prompt", "prompt_tokens", "tokens", "warmup", "repeats", "contexts", "results",
 }  # fmt: skip
 RESULT = {
-    "engine", "backend", "policy", "prefill_ms", "prefill_tok_per_s", "ms_per_tok", "tok_per_s",
-    "tok_per_s_range", "n_steps", "bytes_per_step", "gb_per_s", "bandwidth_share", "memory",
+    "engine", "backend", "policy", "capture", "masks", "prefill_ms", "prefill_tok_per_s", "ms_per_tok",
+    "tok_per_s", "tok_per_s_range", "n_steps", "bytes_per_step", "gb_per_s", "bandwidth_share", "memory",
     "kv_bytes_of_standard", "kv_ratio", "contract", "ids", "recomputed_tokens_per_step", "stages", "sweep",
     "note", "error",
 }  # fmt: skip
@@ -128,6 +130,43 @@ def test_only_what_was_measured_is_shown() -> None:
     assert remarks(report) == []
     assert report["results"][0]["sweep"] is None
     assert "<rect" in report_chart(report)
+
+
+def test_masks_side_by_side() -> None:
+    specs = ("standard", "markov-rs", "markov-rs:rows=host")
+    plan = make_plan("llama", masks=True, check=False)
+    report = run_bench(staging("llama"), [lk.parse_spec(spec) for spec in specs], plan, "llama", 10.0)
+    assert {(spec, phase) for _, phase, spec in report.order} >= {
+        ("markov-rs", "decode"),
+        ("markov-rs (mask full)", "decode"),
+    }
+    plain = report_dict(report)
+    standard, device, host = plain["results"]
+    assert (standard["capture"], device["capture"], host["capture"]) == ("none", "none", "h_only")
+    assert standard["masks"] is None
+    for result in (device, host):
+        full, best = result["masks"]["full"], result["masks"]["best"]
+        assert full["mask"] == "full"
+        assert best["mask"] == result["capture"]
+        assert best["tok_per_s"] == result["tok_per_s"]
+        assert full["ids_hash"] == best["ids_hash"] == result["ids"]["hash"]
+        assert full["hot_bytes"]["host"] > best["hot_bytes"]["host"]
+    (grid,) = [grid for grid in grids(plain) if grid.title.startswith("Capture masks")]
+    assert [row[:2] + row[-1:] for row in grid.rows] == [
+        ["markov-rs", "none", "yes"],
+        ["markov-rs:rows=host", "h_only", "yes"],
+    ]
+    device["masks"]["full"].update(ids_hash=None, tok_per_s=None, hot_bytes=None)  # it failed
+    assert grids(plain)[-1].rows[0][2:] == ["-", grid.rows[0][3], "-", "-", grid.rows[0][6], "-"]
+
+
+def test_masks_where_nothing_can_be_left_out() -> None:
+    report = run(["standard", "markov-rs"], masks=True, check=False, repeats=1)
+    plain = report_dict(report)
+    assert [result["masks"] for result in plain["results"]] == [None, None]
+    assert remarks(plain) == [
+        "markov-rs: the capture mask is full in any case: there is no other to compare with"
+    ]
 
 
 def test_pictures_are_svg() -> None:

@@ -31,6 +31,7 @@ class Plan:
     group: int = 10  # steps an engine runs before the next engine's turn
     check: bool = True
     profile: bool = False
+    masks: bool = False  # also run each engine of the capture cascade under the mask `full`
 
     def check_context(self, context: int) -> None:
         """Raises ModelError, before any work, when a run would not fit the model's context."""
@@ -71,6 +72,7 @@ class Row:
 
     spec: str
     backend: str = ""
+    capture: str = ""  # the capture mask in force
     policy: dict[str, str] = field(default_factory=dict)
     prefill_seconds: list[float] = field(default_factory=list)  # one a repeat
     step_seconds: list[list[float]] = field(default_factory=list)  # one list a repeat
@@ -88,6 +90,7 @@ class Row:
     sweep_line: Line | None = None
     notes: list[str] = field(default_factory=list)
     failure: Failure | None = None
+    full_mask: Row | None = None  # the same engine under the mask `full`
 
     @property
     def all_steps(self) -> list[float]:

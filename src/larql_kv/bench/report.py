@@ -9,6 +9,9 @@
     prompt, prompt_tokens, tokens, warmup, repeats, contexts
     results[]   one per engine:
       engine       canonical spec text; backend: the path that ran; policy {canonical, derivative, contract}
+      capture      the capture mask in force: full, h_only or none is staged to the host each step
+      masks        {full, best} each {mask, tok_per_s, hot_bytes {device, host}, ids_hash}, or null;
+                    hot_bytes: canonical and derivative state of the hot tier after the last step
       prefill_ms   median, prompt to first id; prefill_tok_per_s
       ms_per_tok   {mean, p50, p99} over all timed steps, whole tokens
       tok_per_s    median repeat; tok_per_s_range [lowest, highest repeat]
@@ -83,6 +86,8 @@ def row_dict(row: Row, bandwidth: float | None, prompt_tokens: int) -> dict[str,
         "engine": row.spec,
         "backend": row.backend,
         "policy": row.policy,
+        "capture": row.capture or None,
+        "masks": _masks_dict(row),
         "prefill_ms": None if prefill is None else 1e3 * prefill,
         "prefill_tok_per_s": None if prefill is None else prompt_tokens / prefill,
         "ms_per_tok": None if spread is None else {"mean": spread.mean, "p50": spread.p50, "p99": spread.p99},
@@ -108,6 +113,32 @@ def row_dict(row: Row, bandwidth: float | None, prompt_tokens: int) -> dict[str,
         "note": "; ".join(row.notes),
         "error": None if row.failure is None else row.failure.to_dict(),
     }
+
+
+def _masks_dict(row: Row) -> dict[str, Any] | None:
+    if row.full_mask is None:
+        return None
+    return {
+        name: {
+            "mask": run.capture or None,
+            "tok_per_s": median_rate(run),
+            "hot_bytes": _hot_bytes(run),
+            "ids_hash": id_hash(run.ids) if run.ids else None,
+        }
+        for name, run in (("full", row.full_mask), ("best", row))
+    }
+
+
+def _hot_bytes(row: Row) -> dict[str, int] | None:
+    lines = [
+        line for line in row.ledger.get("rows", []) if line["tier"] == "hot" and line["role"] != "workspace"
+    ]
+    places = ("device", "host")
+    return (
+        {place: sum(line["live"] for line in lines if line["place"] == place) for place in places}
+        if row.ledger
+        else None
+    )
 
 
 def _sweep_dict(row: Row) -> dict[str, Any] | None:

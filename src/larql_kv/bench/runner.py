@@ -19,7 +19,7 @@ from larql_kv.bench.plan import RECOMPUTE_STEPS, RECOMPUTE_WARMUP, Failure, Plan
 from larql_kv.bench.stats import round_robin, same_beginning
 from larql_kv.bench.sweep import run_sweep
 from larql_kv.engine import build_engine
-from larql_kv.errors import EngineError, ModelError
+from larql_kv.errors import EngineError, ModelError, SpecError
 from larql_kv.policy import StateKind
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 class Contestant:
     """One engine's place in the bench: its row, and the engine of the current repeat."""
 
-    def __init__(self, spec: EngineSpec, model: Model, plan: Plan) -> None:
-        self.spec, self.model, self.plan = spec, model, plan
+    def __init__(self, spec: EngineSpec, model: Model, plan: Plan, mask: str | None = None) -> None:
+        self.spec, self.model, self.plan, self.mask = spec, model, plan, mask
+        self.name = spec.text if mask is None else f"{spec.text} (mask {mask})"
         self.row = Row(spec.text, policy=spec.policy.to_dict())
         self.engine: KvEngine | None = None
         policy = spec.policy  # ids alone and nothing to go faster: every step runs the whole text
@@ -59,12 +60,15 @@ class Contestant:
             self.engine = None
 
     def build(self) -> KvEngine:
-        return build_engine(self.spec, self.model)
+        engine = build_engine(self.spec, self.model)
+        if self.mask is not None:
+            engine.set_capture(self.mask)
+        return engine
 
     def warm(self) -> None:
         """One prefill and two steps, untimed."""
         engine = self.build()
-        self.row.backend = engine.info.backend
+        self.row.backend, self.row.capture = engine.info.backend, engine.info.capture
         token = next_id(self.model, engine.prefill(self.plan.prompt_ids))
         for _ in range(1 if self.recomputes else 2):
             token = next_id(self.model, engine.decode_step(token))
@@ -147,13 +151,12 @@ def run_bench(
     model.decoder.prepare()
     field = [Contestant(spec, model, plan) for spec in specs]
     order: list[tuple[int, str, str]] = []
-    for contestant in field:
-        progress(f"warm {contestant.spec.text}")
-        with contestant.guarded():
-            contestant.warm()
+    _warm(field, progress)
+    masked = _under_full_mask(field) if plan.masks else []
+    _warm(masked, progress)
     others = OtherLoad()
     for repeat in range(plan.repeats):
-        _run_repeat(repeat, field, plan, order, progress)
+        _run_repeat(repeat, [*field, *masked], plan, order, progress)
     other_cores = others.cores()
     reference = _standard_ids(model, field, plan)
     for contestant in field:
@@ -167,22 +170,48 @@ def run_bench(
     )
 
 
+def _warm(field: Sequence[Contestant], progress: Progress) -> None:
+    for contestant in field:
+        progress(f"warm {contestant.name}")
+        with contestant.guarded():
+            contestant.warm()
+
+
+def _under_full_mask(field: Sequence[Contestant]) -> list[Contestant]:
+    """The engines whose best mask leaves something out, once more under the mask `full`."""
+    masked = []
+    for contestant in field:
+        twin = Contestant(contestant.spec, contestant.model, contestant.plan, mask="full")
+        try:
+            twin.build()
+        except (SpecError, EngineError, ModelError):  # takes no part in the cascade, or was refused before
+            continue
+        if contestant.row.capture == "full":
+            contestant.row.notes.append(
+                "the capture mask is full in any case: there is no other to compare with"
+            )
+        elif contestant.alive:
+            contestant.row.full_mask = twin.row
+            masked.append(twin)
+    return masked
+
+
 def _run_repeat(
     repeat: int, field: list[Contestant], plan: Plan, order: list[tuple[int, str, str]], progress: Progress
 ) -> None:
-    by_text = {item.spec.text: item for item in field}
-    turns = [by_text[text] for text in round_robin(list(by_text), repeat)]
+    by_name = {item.name: item for item in field}
+    turns = [by_name[name] for name in round_robin(list(by_name), repeat)]
     for contestant in turns:
         if contestant.alive:
-            progress(f"prefill {contestant.spec.text}")
-            order.append((repeat, "prefill", contestant.spec.text))
+            progress(f"prefill {contestant.name}")
+            order.append((repeat, "prefill", contestant.name))
             with contestant.guarded():
                 contestant.prefill()
     while any(item.unfinished for item in turns):
         for contestant in turns:
             if contestant.unfinished:
-                progress(f"decode {contestant.spec.text}")
-                order.append((repeat, "decode", contestant.spec.text))
+                progress(f"decode {contestant.name}")
+                order.append((repeat, "decode", contestant.name))
                 with contestant.guarded():
                     contestant.steps(plan.group)
     for contestant in turns:
@@ -212,6 +241,8 @@ def _settle(contestant: Contestant, reference: list[int], progress: Progress) ->
         row.equals_standard = same_beginning(row.ids, reference)
     if contestant.alive and not row.same_in_every_repeat:
         row.notes.append("the repeats gave different ids")
+    if row.full_mask is not None and row.full_mask.failure is not None:
+        row.notes.append(f"under the mask full: {row.full_mask.failure.message}")
     if contestant.alive and plan.check:
         progress(f"check {contestant.spec.text}")
         with contestant.guarded():

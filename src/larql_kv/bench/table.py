@@ -55,6 +55,8 @@ def grids(report: dict[str, Any]) -> list[Grid]:
     """
     results: list[Result] = report["results"]
     made = [speed_grid(results), state_grid(results), promise_grid(results)]
+    if any(result["masks"] for result in results):
+        made.append(mask_grid(results))
     if any(result["sweep"] for result in results):
         made.append(sweep_grid(results))
     if any(result["stages"] for result in results):
@@ -143,6 +145,36 @@ def promise_grid(results: Sequence[Result]) -> Grid:
             ]
         )
     return grid
+
+
+def mask_grid(results: Sequence[Result]) -> Grid:
+    """What is staged to the host each step, and what it costs: all of it, against the best mask."""
+    columns = ["engine", "best", "tok/s full", "best", "gain", "hot full", "best", "same ids"]
+    title = "Capture masks (hot: state bytes on the device + on the host)"
+    grid = Grid(title, columns, left=frozenset({0, 1, 7}))
+    for result in results:
+        if not result["masks"]:
+            continue
+        full, best = result["masks"]["full"], result["masks"]["best"]
+        both = full["tok_per_s"] and best["tok_per_s"]
+        grid.rows.append(
+            [
+                *(result["engine"], best["mask"]),
+                *(_number(full["tok_per_s"]), _number(best["tok_per_s"])),
+                f"{best['tok_per_s'] / full['tok_per_s'] - 1:+.1%}" if both else "-",
+                *(_hot(full["hot_bytes"]), _hot(best["hot_bytes"])),
+                _same(full["ids_hash"], best["ids_hash"]),
+            ]
+        )
+    return grid
+
+
+def _same(left: str | None, right: str | None) -> str:
+    return "-" if left is None or right is None else "yes" if left == right else "NO"
+
+
+def _hot(places: dict[str, int] | None) -> str:
+    return "-" if places is None else " + ".join(_bytes(places[place]) for place in ("device", "host"))
 
 
 def sweep_grid(results: Sequence[Result]) -> Grid:

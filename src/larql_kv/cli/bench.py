@@ -24,6 +24,14 @@ def bench_command(
     model: Annotated[
         str | None, typer.Argument(help="Short name, .gguf file, Hugging Face directory or hub id.")
     ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape",
+            help="Random weights of this shape instead of a model: gemma3-4b, gemma3-270m, qwen3-4b, "
+            "llama3.1-8b; with :q4_k_m (default), :q8_0, :q4_0, :bf16, ... behind it.",
+        ),
+    ] = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,6 +76,10 @@ def bench_command(
     profile: Annotated[
         bool, typer.Option("--profile", help="Also time the stages of a step, in a run of their own.")
     ] = False,
+    mask: Annotated[
+        bool,
+        typer.Option("--mask", help="Also run engines under the capture mask full, beside their best one."),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
     output_file: Annotated[
         Path | None, typer.Option("--output-file", help="Write the JSON report to this file as well.")
@@ -87,15 +99,16 @@ def bench_command(
     specs = parse_engines(engine or [], context_window)
     from larql_kv.bench.report import report_dict, to_json, write_text
     from larql_kv.bench.runner import run_bench
-    from larql_kv.model.load import DEFAULT_MODEL, load_model
 
-    name = model or DEFAULT_MODEL
-    turns = 2 + len(specs) * (2 + profile + repeats * (1 + -(-tokens // 10) + len(contexts)))
+    turns = 2 + len(specs) * (2 + profile + repeats * ((1 + mask) * (1 + -(-tokens // 10)) + len(contexts)))
     with _progress(not json, turns) as progress:
         progress("load")
-        loaded = load_model(name, device=device, dtype=None if dtype == "auto" else dtype)
+        loaded, name = load(model, shape, device, None if dtype == "auto" else dtype)
         plan = make_plan(
-            loaded, prompt, prompt_tokens, tokens, warmup, repeats, contexts, check=check, profile=profile
+            *(loaded, prompt, prompt_tokens, tokens, warmup, repeats, contexts),
+            check=check,
+            profile=profile,
+            masks=mask,
         )
         plan.check_context(loaded.config.context)
         progress("memory bandwidth")
@@ -114,6 +127,24 @@ def bench_command(
         show(plain)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
+
+
+def load(model: str | None, shape: str | None, device: str, dtype: str | None) -> tuple[Model, str]:
+    """The model asked for and what the report calls it: by its name, or random weights of a shape.
+
+    Raises SpecError when both are given, ModelError and BackendUnavailable as the loaders do.
+    """
+    if shape is None:
+        from larql_kv.model.load import DEFAULT_MODEL, load_model
+
+        name = model or DEFAULT_MODEL
+        return load_model(name, device=device, dtype=dtype), name
+    if model is not None:
+        raise SpecError(f"--shape {shape!r} and a model ({model!r}) were given: name one of them")
+    from larql_kv.model.shape_models import random_model
+
+    made = random_model(shape, device=device, dtype=dtype)
+    return made, made.source
 
 
 def parse_contexts(text: str | None) -> tuple[int, ...]:

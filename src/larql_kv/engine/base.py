@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from larql_kv.errors import (
-    BackendFailure,
-    EmptyPrompt,
-    InvariantViolation,
-    ModelError,
-    RemoteError,
-    StoreError,
-)
+from larql_kv.engine.capture import mask_in_force, parse_mask
+from larql_kv.engine.ids import check_ids, token_list
+from larql_kv.engine.info import EngineInfo
+from larql_kv.errors import BackendFailure, InvariantViolation, RemoteError, StoreError
 from larql_kv.ffn.base import DenseFfn, FfnBackend
 from larql_kv.model.clock import NULL_CLOCK, StageClock, StageSummary
 from larql_kv.model.model import Model
 from larql_kv.policy import StatePolicy
 from larql_kv.spec import EngineSpec
+from larql_kv.state.bridge import CaptureMask
 from larql_kv.state.ledger import Ledger
 from larql_kv.state.tokens import TokenLog
 
 if TYPE_CHECKING:
+    from larql_kv.engine.ahead import AheadRun, StepExecutor
     from larql_kv.engine.generate import Token
 
 # What a forward pass may die of: it becomes a BackendFailure.
@@ -43,37 +40,6 @@ _RUN_TIME_FAILURES = (
 PREFILL_ROWS = 512  # rows run at once: bounds the workspace of a long prompt
 
 
-@dataclass(frozen=True)
-class EngineInfo:
-    """What an engine is, for people and for `--json`."""
-
-    name: str
-    description: str
-    backend: str
-    config: str
-
-    @property
-    def summary(self) -> str:
-        return f"{self.name} [{self.backend}]" + (f" ({self.config})" if self.config else "")
-
-
-def token_list(token_ids: Sequence[int] | torch.Tensor) -> list[int]:
-    """Ids as Python ints, from any sequence or 1-D array of integers.
-
-    Raises ModelError for anything that is not a list of integers: text, floats and flags would be coerced
-    into ids that nobody meant.
-    """
-    if isinstance(token_ids, (str, bytes, bytearray, Mapping, Set)):
-        raise ModelError(f"token ids must be a sequence of integers, got {type(token_ids).__name__}")
-    try:
-        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)  # type: ignore[union-attr]
-        if any(isinstance(token, bool) for token in ids):
-            raise TypeError("bool")
-        return [operator.index(token) for token in ids]
-    except TypeError as error:
-        raise ModelError(f"token ids must be a sequence of integers: {error}") from error
-
-
 class KvEngine:
     """One sequence on one model under one engine spec.
 
@@ -87,11 +53,33 @@ class KvEngine:
             raise TypeError(f"ffn must be an FfnBackend, got {ffn!r}")
         self.ffn: FfnBackend = DenseFfn(model) if ffn is None else ffn
         self._state = spec.build_state(model)
+        self._asked: CaptureMask | None = None
+        self.capture = self._capture_by(None)
         self._tokens = TokenLog()
         self._rows_ffn: FfnBackend | None = None  # the FFN that the kept rows went through
         self.changes = 0  # goes up whenever tokens come or go, so that a generator sees it was overtaken
         self.reused_tokens = 0  # of the last prompt given to `generate`
         self.recomputed_tokens = 0  # of the last call: tokens held before it that had to be run again
+
+    # -- capture -------------------------------------------------------------------------------------
+
+    def set_capture(self, mask: CaptureMask | str) -> None:
+        """Stage by `mask` (full, h_only, none) instead of the best one. `capture` is the mask in force: a
+        backend that cannot leave anything out stages in full.
+
+        Raises SpecError for a mask that is unknown or does not serve this engine, InvariantViolation once
+        the engine holds tokens.
+        """
+        asked = parse_mask(mask)
+        if len(self._tokens):
+            raise InvariantViolation("set_capture after tokens were run: reset() first")
+        self.capture = self._capture_by(asked)
+
+    def _capture_by(self, asked: CaptureMask | None) -> CaptureMask:
+        mask = mask_in_force(self._state, self.model.decoder, self.spec.engine_name, asked)
+        self._state.set_capture(mask)
+        self._asked = asked
+        return mask
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -120,6 +108,7 @@ class KvEngine:
         ids = token_list(token_ids)
         self.check_ids(ids)
         self.check_ffn()
+        self.forget_ahead()
         held = len(self._tokens)
         with self._guarded(held):
             self.changes += 1
@@ -150,9 +139,13 @@ class KvEngine:
         state, clock = self._state, self._state.clock
         first = state.length
         ids = self._tokens.since(first)
+        executor: StepExecutor | None = getattr(self.model.decoder, "step_executor", None)
+        if len(ids) == 1 and executor is not None and clock is NULL_CLOCK and self.served_by(executor):
+            return self._finite(executor.step(state, int(ids[0])))
+        rows_at_once = getattr(self.model.decoder, "prefill_rows", PREFILL_ROWS)
         kept = []
-        for start in range(0, len(ids), PREFILL_ROWS):
-            chunk = ids[start : start + PREFILL_ROWS]
+        for start in range(0, len(ids), rows_at_once):
+            chunk = ids[start : start + rows_at_once]
             position = first + start
             clock.switch("embed")
             rows = self.model.embed(chunk)
@@ -162,31 +155,20 @@ class KvEngine:
             if position + len(chunk) > keep_from:
                 kept.append(hidden[max(0, keep_from - position) :])
         state.end_step()
-        result = torch.cat(kept)
-        if not bool(torch.isfinite(result).all()):
+        return self._finite(torch.cat(kept))
+
+    def _finite(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not bool(torch.isfinite(hidden).all()):
             raise BackendFailure("the forward pass gave values that are not finite: are the weights corrupt?")
-        return result
+        return hidden
 
     def check_ids(self, ids: Sequence[int], held: int | None = None) -> None:
         """Refuse `ids` that cannot follow `held` tokens (default: those held): EmptyPrompt, ModelError."""
-        if not ids:
-            raise EmptyPrompt()
-        config = self.model.config
-        bad = next((token for token in ids if not 0 <= token < config.vocab), None)
-        if bad is not None:
-            raise ModelError(f"token id {bad} is outside the vocabulary of {config.vocab} ids")
-        held = len(self._tokens) if held is None else held
-        if held + len(ids) > config.context:
-            over = held + len(ids) - config.context
-            held_text = f", or reset ({held} are held)" if held else ""
-            raise ModelError(
-                f"{held + len(ids)} tokens do not fit the model's context of {config.context}: "
-                f"shorten the text by {over}{held_text}"
-            )
+        check_ids(ids, len(self._tokens) if held is None else held, self.model.config)
 
     def check_ffn(self) -> None:
         """Raises InvariantViolation when rows are held that went through another FFN."""
-        if self._state.keeps_rows and self.length and self._rows_ffn not in (None, self.ffn):
+        if self._state.length and self._rows_ffn not in (None, self.ffn):
             assert self._rows_ffn is not None
             raise InvariantViolation(
                 f"the rows held were made under FFN {self._rows_ffn.name!r} and cannot be continued under "
@@ -198,6 +180,46 @@ class KvEngine:
         self.changes += 1
         self._state.trim(length)
         self._tokens.truncate(length)
+
+    # -- steps that run ahead of their tokens ----------------------------------------------------------
+
+    def decode_ahead(self, count: int, token_id: int) -> Iterator[int]:
+        """Run `token_id` and then `count` - 1 greedy tokens; yields the `count` tokens chosen, as they land.
+
+        The bits of `decode_step` and argmax, one after the other. Where the backend feeds tokens back itself,
+        this call enqueues every step before the first token is read; else they run as they are asked for.
+        Whenever iteration stops, the engine holds the tokens that were run for those yielded: steps beyond
+        are trimmed away (what a ring lost by that is run again by the next call). Raises as `decode_step`;
+        InvariantViolation when the engine was used for something else in between.
+        """
+        from larql_kv.engine.ahead import decode_ahead
+
+        return decode_ahead(self, count, token_id)
+
+    def served_by(self, executor: StepExecutor) -> bool:
+        """Whether `executor` can run this engine's steps."""
+        return executor.serves(self._state, self.ffn)
+
+    def enqueue(self, executor: StepExecutor, token: int, count: int) -> AheadRun | None:
+        """Enqueue `count` steps from `token` on; their tokens join the sequence as they `land`. None where
+        the steps have to run layer by layer."""
+        self.forget_ahead()
+        with self._guarded(len(self._tokens)):
+            if self._state.clock is not NULL_CLOCK or not self.served_by(executor):
+                return None
+            self.changes += 1
+            self.recomputed_tokens = 0
+            return executor.run_ahead(self._state, token, count)
+
+    def land(self, token: int) -> None:
+        """The step that ran `token` is done: the sequence has one token more."""
+        self.changes += 1
+        self._tokens.append([token])
+
+    def forget_ahead(self) -> None:
+        """Trim steps that were enqueued and whose tokens nobody took."""
+        if self._state.length > len(self._tokens):
+            self._cut(len(self._tokens))
 
     # -- time ----------------------------------------------------------------------------------------
 
@@ -227,14 +249,16 @@ class KvEngine:
         length = operator.index(length)
         if length < 0:
             raise ValueError(f"trim needs a length >= 0, got {length}")
+        self.forget_ahead()
         if length >= len(self._tokens):
             return 0
         if length == 0:
             self.reset()
             return 0
         self.check_ffn()
+        dropped = not self._state.length  # before this: the next call runs the ids again in any case
         self._cut(length)
-        return self._restore()
+        return 0 if dropped else self._restore()
 
     def _restore(self) -> int:
         """Run again what the state lost of the tokens held (nothing, where it keeps token ids only)."""
@@ -247,6 +271,7 @@ class KvEngine:
 
     def fork(self) -> KvEngine:
         """An independent continuation; state blocks are shared until one side writes to them."""
+        self.forget_ahead()
         twin = copy.copy(self)
         twin._tokens = self._tokens.fork()
         twin._state = self._state.fork()
@@ -254,8 +279,11 @@ class KvEngine:
         return twin
 
     def fresh(self) -> KvEngine:
-        """The same engine, spec, model and FFN with an empty sequence."""
-        return KvEngine(self.spec, self.model, self.ffn)
+        """The same engine, spec, model, FFN and capture mask with an empty sequence."""
+        twin = KvEngine(self.spec, self.model, self.ffn)
+        if self._asked is not None:
+            twin.set_capture(self._asked)
+        return twin
 
     def reference(self) -> KvEngine:
         """The engine whose logits this engine's contract names, empty."""
@@ -285,7 +313,7 @@ class KvEngine:
     def info(self) -> EngineInfo:
         doc = (self.spec.__doc__ or "").strip().splitlines()[0]
         name, _, config = self.spec.text.partition(":")
-        return EngineInfo(name, doc, self.model.decoder.name, config)
+        return EngineInfo(name, doc, self.model.decoder.name, config, str(self.capture))
 
     def ledger(self) -> Ledger:
         """Bytes of every tensor this engine holds (weights are the model's)."""
@@ -308,6 +336,7 @@ class KvEngine:
 
     def drop_derivative(self) -> int:
         """Let all derivative state go; the next step derives it again. Returns the bytes freed."""
+        self.forget_ahead()
         return self._state.drop_derivative()
 
     def read_forms(self) -> dict[str, float]:

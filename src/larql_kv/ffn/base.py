@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from larql_kv.backends.base import Decoder
     from larql_kv.model.model import Model
 
 
@@ -24,6 +25,10 @@ class FfnBackend(ABC):
         Post-norm and residual add are the caller's. A remote failure is a RemoteError, never zeros.
         """
 
+    def in_graph(self, decoder: Decoder) -> bool:
+        """Whether this is `decoder`'s own FFN, which its captured steps have built in."""
+        return False
+
 
 class DenseFfn(FfnBackend):
     """The model's own FFN."""
@@ -35,6 +40,9 @@ class DenseFfn(FfnBackend):
 
     def forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         return self._decoder.dense_ffn(layer, x)
+
+    def in_graph(self, decoder: Decoder) -> bool:
+        return self._decoder is decoder
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DenseFfn) and other._decoder is self._decoder

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from larql_kv.backends import check_device
-from larql_kv.errors import ModelError
+from larql_kv.errors import BackendUnavailable, ModelError
 from larql_kv.model.catalog import HubId, resolve
 
 if TYPE_CHECKING:
     import torch
 
+    from larql_kv.backends.base import Decoder
     from larql_kv.model.model import Model
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -23,6 +25,7 @@ def load_model(
     name: str | os.PathLike[str] = DEFAULT_MODEL,
     device: str = "cpu",
     dtype: torch.dtype | str | None = None,
+    activations: str | None = None,
 ) -> Model:
     """Load a model by short name, path of a .gguf file, Hugging Face directory, or hub id.
 
@@ -30,16 +33,20 @@ def load_model(
     deterministic mode). bfloat16: prefill multiplies in bfloat16, K/V are bfloat16. None: the fastest
     form that keeps the mean KL against float32 under 1.5e-3 nats on this CPU (docs/forms.md).
 
+    On "cuda" weights keep their stored precision and K/V are bfloat16 (dtype None or bfloat16). `activations`
+    (cuda only) is the precision that meets quantised weights in a decode step: int8, mixed (None) or int16;
+    docs/cuda.md has the speed and the KL of each.
+
     Raises ModelError for what is broken or unsupported, BackendUnavailable for a device without a backend.
     """
     check_device(device)
-    exact = _is_exact(dtype)
+    form = Form(str(device), dtype, activations)
     path = resolve(name)
     if isinstance(path, HubId):
         path = download(path)
     if path.is_dir():
-        return _load_directory(path, exact)
-    return _load_gguf(path, exact)
+        return _load_directory(path, form)
+    return _load_gguf(path, form)
 
 
 def download(hub_id: HubId) -> Path:
@@ -70,7 +77,7 @@ def describe(name: str | os.PathLike[str]) -> dict[str, Any]:
     return GgufFile.open(path).describe()
 
 
-def _load_gguf(path: Path, exact: bool) -> Model:
+def _load_gguf(path: Path, form: Form) -> Model:
     from larql_kv.model.config_gguf import config_from_gguf
     from larql_kv.model.gguf_file import GgufFile
     from larql_kv.model.gguf_source import GgufSource
@@ -78,29 +85,65 @@ def _load_gguf(path: Path, exact: bool) -> Model:
 
     file = GgufFile.open(path)
     config = config_from_gguf(file)
-    return _assemble(config, GgufSource(file, config), Tokenizer.from_gguf(file), exact, str(path))
+    return assemble(config, GgufSource(file, config), Tokenizer.from_gguf(file), form, str(path))
 
 
-def _load_directory(path: Path, exact: bool) -> Model:
+def _load_directory(path: Path, form: Form) -> Model:
     from larql_kv.model.config_hf import config_from_directory
     from larql_kv.model.hf_source import HfSource
     from larql_kv.model.tokenizer import Tokenizer
 
     config = config_from_directory(path)
-    return _assemble(config, HfSource(path, config), Tokenizer.from_directory(path), exact, str(path))
+    return assemble(config, HfSource(path, config), Tokenizer.from_directory(path), form, str(path))
 
 
-def _assemble(config: Any, source: Any, tokenizer: Any, exact: bool, where: str) -> Model:
-    from larql_kv.backends.cpu.decoder import CpuDecoder
+def assemble(config: Any, source: Any, tokenizer: Any, form: Form, where: str) -> Model:
+    """The model of these parts, in the execution form that `form` asks for."""
     from larql_kv.model.model import Model
     from larql_kv.model.rope import RopeTable
 
     tables = {layer.rope: RopeTable(layer.rope) for layer in config.layers}
-    decoder = CpuDecoder(config, source, [tables[layer.rope] for layer in config.layers], exact)
-    return Model(config, tokenizer, decoder, where)
+    ropes = [tables[layer.rope] for layer in config.layers]
+    return Model(config, tokenizer, form.decoder(config, source, ropes), where)
 
 
-def _is_exact(dtype: Any) -> bool:
+@dataclass(frozen=True)
+class Form:
+    """Where a model runs and in which precision: the arguments of `load_model`, checked."""
+
+    device: str = "cpu"
+    dtype: Any = None
+    activations: str | None = None
+
+    def __post_init__(self) -> None:
+        exact = is_exact(self.dtype)  # refuses an unknown dtype on every device
+        asked = str(self.dtype).removeprefix("torch.") not in ("None", "auto")
+        if self.device != "cpu" and exact and asked:
+            raise BackendUnavailable(
+                "device 'cuda' has no float32 form: K/V are bfloat16 there; leave dtype out, or use device 'cpu'"
+            )
+        if self.device == "cpu" and self.activations is not None:
+            raise BackendUnavailable(
+                f"activations {self.activations!r} is a setting of device 'cuda'; on 'cpu' leave it out"
+            )
+
+    def decoder(self, config: Any, source: Any, ropes: list[Any]) -> Decoder:
+        """The backend's decoder over the tensors of `source`."""
+        if self.device == "cpu":
+            from larql_kv.backends.cpu.decoder import CpuDecoder
+
+            return CpuDecoder(config, source, ropes, is_exact(self.dtype))
+        import torch
+
+        from larql_kv.backends import interpreted
+        from larql_kv.backends.cuda.decoder import CudaDecoder
+
+        device = torch.device("cpu" if interpreted() else self.device)
+        return CudaDecoder(config, source, ropes, device, self.activations)
+
+
+def is_exact(dtype: Any) -> bool:
+    """Whether that `dtype` of `load_model` means float32 arithmetic. Raises ModelError for an unknown one."""
     import torch
 
     names = {"float32": True, "f32": True, "fp32": True, "bfloat16": False, "bf16": False}

@@ -5,15 +5,57 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from larql_kv.model.clock import NULL_CLOCK, Clock
 from larql_kv.state.ledger import LedgerEntry
+from larql_kv.state.pages import BLOCK, PagedRows
 
 if TYPE_CHECKING:
     from larql_kv.model.model import Model
+    from larql_kv.state.bridge import CaptureMask, HostBridge
+
+
+@dataclass
+class StepRows:
+    """Where a captured one-row step at position p reads and writes, by layer.
+
+    It attends the rows of `kv` inside `windows` and writes row p there, into `residual` (the row entering the
+    layer, in the K/V dtype) and into half p & 1 of `bridge.staging`, where there are such.
+    """
+
+    kv: list[PagedRows]
+    windows: list[int | None]
+    residual: list[PagedRows] | None = None
+    bridge: HostBridge | None = None
+    _pages: list[PagedRows] = field(init=False, repr=False)
+    _rings: set[int | None] = field(init=False, repr=False)
+    _reserved: int = field(init=False, default=-1, repr=False)  # the version that was reserved in
+
+    def __post_init__(self) -> None:
+        self._pages = [*self.kv, *(self.residual or [])]
+        self._rings = {pages.ring for pages in self._pages}
+
+    @property
+    def version(self) -> int:
+        """Goes up whenever a block list or an address changes; told apart between states by the object."""
+        return sum([pages.version for pages in self._pages])
+
+    def reserve(self, position: int) -> int:
+        """Make row `position` writable on every layer; returns `version`, by which to upload the tables.
+
+        Does nothing within a block: this runs before every step.
+        """
+        version = self.version
+        slots = (position if ring is None else position % ring for ring in self._rings)
+        if version != self._reserved or any(slot % BLOCK == 0 for slot in slots):
+            for pages in self._pages:
+                pages.reserve(position, position + 1)
+            version = self._reserved = self.version
+        return version
 
 
 class State(ABC):
@@ -23,8 +65,12 @@ class State(ABC):
     `attend(layer, q, k, v)`; then `commit(first + count)`; after the last chunk of a call
     `end_step()`. Positions are absolute. A chunk that dies before `commit` leaves `length` as it was:
     the engine then calls `trim`.
+
+    A captured step at position p: `begin(p, 1)`, `rows = step_rows()`, `rows.reserve(p)`, launch,
+    `count_step(p)`, `commit(p + 1)`; neither `observe` nor `attend` is called.
     """
 
+    best_capture: CaptureMask | None = None  # what it needs on the host; None: it stages nothing, ever
     keeps_rows = True  # whether anything outlives a call: rows belong to the FFN they went through
 
     def __init__(self, model: Model) -> None:
@@ -49,6 +95,19 @@ class State(ABC):
     def commit(self, length: int) -> None:
         """Every layer has run rows up to `length`."""
         self.length = length
+
+    def step_rows(self) -> StepRows | None:
+        """The rows of a captured one-row step at `length`, derived first if they were dropped; None where
+        steps run layer by layer. A subclass that changes `observe` or `attend` must answer for it here."""
+        return None
+
+    def count_step(self, first: int) -> None:
+        """Count in `rows_read` what a captured step at position `first` attended."""
+        return
+
+    def set_capture(self, mask: CaptureMask) -> None:
+        """Stage by `mask` from now on (before any row)."""
+        return
 
     def end_step(self) -> None:
         """The call is over; a state that keeps nothing between steps lets go here."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import torch
 
 from larql_kv.model.model import Model
-from larql_kv.state.base import RowState
+from larql_kv.state.base import RowState, StepRows
 from larql_kv.state.ledger import LedgerEntry, Role
 from larql_kv.state.pages import PagedRows, allocate_block
 
@@ -49,6 +50,8 @@ class KVState(RowState):
             return allocate_block(shape, model.kv_dtype, model.device)
 
         self.pages = [PagedRows(make_block, ring) for ring in rings]
+        self._layers_by_window = list(Counter(self.windows).items())
+        self._step_rows: StepRows | None = None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         pages, window, first = self.pages[layer], self.windows[layer], self.first
@@ -68,6 +71,16 @@ class KVState(RowState):
         pages.reserve(first + skip, first + count)
         self.model.decoder.append_rows(k, v, pages, first, skip)
 
+    def step_rows(self) -> StepRows | None:
+        if self._step_rows is None:
+            self._step_rows = StepRows(self.pages, self.windows)
+        return self._step_rows
+
+    def count_step(self, first: int) -> None:
+        self.rows_read[self._form] += sum(
+            layers * rows_seen(first, 1, window) for window, layers in self._layers_by_window
+        )
+
     def trim(self, length: int) -> None:
         self.length = self._resolve_trim(length)
         for pages in self.pages:
@@ -83,6 +96,7 @@ class KVState(RowState):
         twin = copy.copy(self)
         twin.pages = [pages.fork() for pages in self.pages]
         twin.rows_read = self.rows_read.copy()
+        twin._step_rows = None
         return twin
 
     def entries(self) -> list[LedgerEntry]:
@@ -96,6 +110,9 @@ class RecomputeState(KVState):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model, role="workspace")
+
+    def step_rows(self) -> None:
+        return None  # a step is a prefill of the whole text
 
     def end_step(self) -> None:
         self.clear()

@@ -48,7 +48,8 @@ class PagedRows:
 
     `make_block(rows)` allocates a block of that many rows (at most 64); `ring` is the number of rows
     kept, or None for all. Writers call `reserve(first, stop)` before they write those positions, and
-    write through `table`, the block addresses (int64), or `block(index)`.
+    write through `table`, the block addresses (int64), or `block(index)`. `version` goes up whenever the
+    block list or an address changes, so that a copy of the table knows when it is old.
     """
 
     def __init__(self, make_block: Callable[[int], torch.Tensor], ring: int | None) -> None:
@@ -56,6 +57,7 @@ class PagedRows:
         self.ring = ring
         self._blocks: list[_Block] = []
         self.table = torch.zeros(8, dtype=torch.int64)
+        self.version = 0
         self._shared = False  # only a page list that was forked pays for the ownership check
 
     def block(self, index: int) -> torch.Tensor:
@@ -89,6 +91,7 @@ class PagedRows:
                 self.table = torch.cat((self.table, torch.zeros_like(self.table)))
             self.table[len(self._blocks)] = block.tensor.data_ptr()
             self._blocks.append(block)
+            self.version += 1
         if self._shared:
             for index in range(first // BLOCK, last_block + 1):
                 self._unshare(index)
@@ -99,6 +102,7 @@ class PagedRows:
             own = _Block(self._make_block(self.rows_of_block(index)).copy_(block.tensor), self)
             self._blocks[index] = own
             self.table[index] = own.tensor.data_ptr()
+            self.version += 1
             block.owners.discard(self)  # last: until then the other side clones before it writes
 
     def write(self, rows: torch.Tensor, first: int) -> None:
@@ -106,10 +110,16 @@ class PagedRows:
         for offset, index, slot, count in self._runs(first, first + rows.shape[0]):
             self.block(index)[slot : slot + count].copy_(rows[offset : offset + count])
 
-    def read(self, first: int, stop: int) -> torch.Tensor:
-        """Rows of positions first..stop-1, concatenated."""
+    def put(self, rows: torch.Tensor, first: int) -> None:
+        """Reserve and write rows (n, ...) of positions first..; of a ring, the last that it keeps."""
+        skip = max(0, len(rows) - self.ring) if self.ring is not None else 0
+        self.reserve(first + skip, first + len(rows))
+        self.write(rows[skip:], first + skip)
+
+    def read(self, first: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows of positions first..stop-1, concatenated (into `out`, of that shape)."""
         runs = self._runs(first, stop)
-        return torch.cat([self.block(index)[slot : slot + count] for _, index, slot, count in runs])
+        return torch.cat([self.block(index)[slot : slot + count] for _, index, slot, count in runs], out=out)
 
     def _runs(self, first: int, stop: int) -> list[tuple[int, int, int, int]]:
         """Positions first..stop-1 as runs within one block: (offset, block, row in block, count)."""
@@ -136,6 +146,7 @@ class PagedRows:
         for block in self._blocks[keep:]:
             block.owners.discard(self)
         del self._blocks[keep:]
+        self.version += 1
         self.table[keep:] = 0  # an address that nobody owns must not be followed
 
     def fork(self) -> PagedRows:
@@ -145,6 +156,8 @@ class PagedRows:
         for block in twin._blocks:
             block.owners.add(twin)
         self._shared = twin._shared = True
+        self.version += 1  # what was writable is shared now
+        twin.version = self.version
         return twin
 
     def entries(self, name: str, role: Role, length: int, cold_below: int = 0) -> list[LedgerEntry]:

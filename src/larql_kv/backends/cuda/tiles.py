@@ -1,0 +1,23 @@
+"""Which tile a matrix is cut into, by its role in the step. Figures behind the table: docs/cuda.md."""
+
+from __future__ import annotations
+
+from larql_kv.backends.cuda.packed import Tile
+
+# Tuned on an H200 (benchmarks/micro/cuda_tune.py): role, or role and ggml type -> tile.
+_TUNED = {
+    ("qkv", ""): Tile(32, 16, 4, 5),
+    ("o", ""): Tile(8, 64, 4, 1),
+    ("gate_up", ""): Tile(64, 16, 4, 1),
+    ("down", ""): Tile(8, 64, 4, 3),
+    ("head", ""): Tile(32, 16, 4, 0),
+}
+
+
+def choose_tile(role: str, rows: int, groups: int, kind: str) -> Tile:
+    """The tuned tile where the groups of a row fit it; else one that pads the row by at most an eighth."""
+    tuned = _TUNED.get((role, kind)) or _TUNED[role, ""]
+    if groups % tuned.groups == 0:
+        return tuned
+    height = 64 if role == "gate_up" else min(tuned.rows, 32)
+    return Tile.default(groups, height)
