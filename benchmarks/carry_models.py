@@ -3,9 +3,9 @@
     python benchmarks/carry_models.py split smollm2-135m gemma3-270m     # here: .carry/models.1, .2, ...
     python benchmarks/carry_models.py join                               # there, whenever a piece arrived
 
-`join` puts the pieces that it finds into /tmp/models (outside of the tree that every transfer replaces), in any
-order, each once; a model appears there as NAME.gguf when all of it has come and its sha256 is right. A piece
-carries its own description: a line of JSON, then compressed bytes.
+`join` puts the pieces that it finds into /tmp/models (outside of the tree that every transfer replaces), in
+any order, each once; a model appears there as NAME.gguf when all of it has come and its sha256 is right. A
+piece carries its own description: a line of JSON, then compressed bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 CARRY = ROOT / ".carry"
 ARRIVED = Path("/tmp/models")
 _BLOCK = 1 << 20
+_HELD = 1 << 17  # bytes that a packer may still hold, and the description
 _LEVEL = 1  # quantised weights hardly compress (6 %), at any level
 
 
@@ -76,8 +77,7 @@ def split(models: dict[str, Path], folder: Path, piece_bytes: int) -> list[Path]
     while block is not None:
         packer, body, size = zlib.compressobj(_LEVEL), [], 0
         segments: list[dict[str, Any]] = []
-        # Room for a block that does not compress, and for what the packer still holds.
-        while block is not None and (not body or size + 2 * _BLOCK + 4096 <= piece_bytes):
+        while block is not None and (not body or size + 2 * _BLOCK + _HELD <= piece_bytes):
             name, at, data = block
             if not segments or segments[-1]["file"] != name:
                 segments.append({"file": name, "at": at, "bytes": 0})

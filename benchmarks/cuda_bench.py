@@ -2,14 +2,15 @@
 
     PYTHONPATH=src python benchmarks/cuda_bench.py --output benchmarks/results/NAME.json
 
-Random weights of a shape (`--shape gemma3-4b`), batch 1. Every figure is a median; whole tokens are timed on the
-host's clock (step, head, choice, and the token read on the host). Parts can be chosen with --parts.
+Random weights of a shape (`--shape gemma3-4b`), batch 1. Every figure is a median; whole tokens are timed
+on the host's clock (step, head, choice, and the token read on the host). Parts can be chosen with --parts.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -29,7 +30,7 @@ from larql_kv.engine import build_engine
 from larql_kv.model.model import Model
 from larql_kv.model.shape_models import random_model
 
-PARTS = ("decode", "masks", "contexts", "prefill", "activations", "kernels", "bf16", "load")
+PARTS = ("decode", "masks", "prefill", "contexts", "kernels", "load", "activations", "bf16")
 RUNS, TOKENS = 5, 128
 
 
@@ -107,17 +108,22 @@ def part_decode(model: Model, result: dict[str, Any]) -> None:
     together(field)
     result["decode"] = {name: item.figures(bandwidth, size) for name, item in field.items()}
     engine = field["standard"].engine
-    return
     torch.cuda.synchronize()
     begin = time.perf_counter()
     count = 0
-    for _ in engine.generate(engine.tokens + [11], max_tokens=TOKENS, ignore_stop_tokens=True):
+    for _ in engine.generate([*engine.tokens, 11], max_tokens=TOKENS, ignore_stop_tokens=True):
         count += 1
     result["decode"]["generate_tok_per_s"] = round(count / (time.perf_counter() - begin), 1)
     begin = time.perf_counter()
     count = 0
-    sampled = dict(temperature=0.8, top_k=40, top_p=0.95, seed=1, ignore_stop_tokens=True)
-    for _ in engine.generate(engine.tokens + [11], max_tokens=TOKENS, **sampled):
+    sampled: dict[str, Any] = {
+        "temperature": 0.8,
+        "top_k": 40,
+        "top_p": 0.95,
+        "seed": 1,
+        "ignore_stop_tokens": True,
+    }
+    for _ in engine.generate([*engine.tokens, 11], max_tokens=TOKENS, **sampled):
         count += 1
     result["decode"]["generate_sampled_tok_per_s"] = round(count / (time.perf_counter() - begin), 1)
     executor = model.decoder.step_executor
@@ -209,22 +215,35 @@ def kernel_table(run: Any, most: int = 14) -> dict[str, Any]:
 
 
 def part_activations(model: Model, result: dict[str, Any]) -> None:
+    """The same packed weights met by 8 or 16 bits."""
+    from larql_kv.backends.cuda.linear import RowLinear
+    from larql_kv.backends.cuda.weights import ACTIVATIONS, ROLES
+
+    weights, executor = model.decoder.weights, model.decoder.step_executor
     rows = {}
-    for name in ("int8", "mixed", "int16"):
-        other = random_model(result["shape"], "cuda", activations=name)
-        decode = Decode(other, "standard", 512)
+    for name in ("int8", "int16"):
+        bits = ACTIVATIONS[name]
+
+        def again(linear: RowLinear, role: str, bits: Any = bits) -> RowLinear:
+            return RowLinear(linear.matrices, linear.bias, bits[role], linear.plain_bias)
+
+        weights.layers = [
+            dataclasses.replace(layer, **{role: again(getattr(layer, role), role) for role in ROLES[:-1]})
+            for layer in weights.layers
+        ]
+        weights.head = again(weights.head, "head")
+        executor.forget()
+        executor._buffers = None
+        decode = Decode(model, "standard", 512)
         for _ in range(RUNS):
             decode.run()
         rows[name] = decode.figures(result["read_gb_s"], result["file_bytes"])
-        del other, decode
-        gc.collect()
-        torch.cuda.empty_cache()
     result["activations"] = rows
 
 
 def part_kernels(model: Model, result: dict[str, Any]) -> None:
-    """Every kernel of a step alone: one graph with the launches of one role over all layers, so that each reads
-    its own weights and starts as in a step. Parts sum to more than a step: nothing overlaps the others."""
+    """Every kernel of a step alone: one graph with the launches of one role over all layers, so that each
+    reads its own weights and starts as in a step. Their sum is no step: there they overlap."""
     from larql_kv.backends.cuda.program import Ending, StepProgram
 
     engine = build_engine("standard", model)
@@ -270,6 +289,7 @@ def part_kernels(model: Model, result: dict[str, Any]) -> None:
             "bytes_all": size,
             "tb_per_s": round(size / ms / 1e9, 2),
         }
+    buffers.realign()  # launches outside of steps chose tokens, too
     result["kernels"] = rows
 
 
@@ -339,10 +359,11 @@ def main() -> None:
     options.add_argument("--shape", default="gemma3-4b:q4_k_m")
     options.add_argument("--parts", default=",".join(PARTS))
     options.add_argument("--output", type=Path)
+    options.add_argument("--seconds", type=float, default=450.0, help="start no part after this")
     given = options.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA card")
-    begin = time.perf_counter()
+    start = begin = time.perf_counter()
     result: dict[str, Any] = {
         "command": "PYTHONPATH=src python " + " ".join(sys.argv),
         "commit": os.environ.get("LARQL_COMMIT", ""),
@@ -360,6 +381,9 @@ def main() -> None:
     with saved(result, given.output):
         for part in given.parts.split(","):
             begin = time.perf_counter()
+            if begin - start > given.seconds:
+                result[part] = {"failed": "no time left"}
+                continue
             try:
                 globals()[f"part_{part}"](model, result)
             except Exception as error:  # the other parts still count

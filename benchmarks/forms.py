@@ -18,7 +18,7 @@ from typing import Any
 from contest import Settings, contest, grid, larql_system, transformers_system
 from harness import KL_BOUND, MODELS, save_results
 
-from larql_kv.model.load import _is_exact
+from larql_kv.model.load import is_exact
 
 FORMS = ("float32", "bfloat16")
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 def picked() -> str:
     """The form that `load_model(dtype=None)` takes here."""
-    return "float32" if _is_exact(None) else "bfloat16"
+    return "float32" if is_exact(None) else "bfloat16"
 
 
 def verdict(result: dict[str, Any]) -> dict[str, Any]:

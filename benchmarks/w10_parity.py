@@ -1,12 +1,12 @@
-"""The parity gate of the capture masks: what is staged to the host must not change a token, nor a logit's bit.
+"""The parity gate of the capture masks: what is staged to the host changes no token and no bit of a logit.
 
     python benchmarks/w10_parity.py                                     # SmolLM2-135M on the CPU
     python benchmarks/w10_parity.py --model FILE.gguf --device cuda
     python benchmarks/w10_parity.py --shape gemma3-4b:q4_k_m --device cuda    # random weights
 
-markov-rs under `full`, `h_only` and `none`, with rows on the host under the masks that serve it, and without
-rows: greedy steps one by one, then steps that run ahead of their tokens. Exit code 1 on any difference from the
-first row. A backend that cannot leave anything out stages in full: column `in force`.
+markov-rs under `full`, `h_only` and `none`, with rows on the host under the masks that serve it, and
+without rows: greedy steps one by one, then steps that run ahead of their tokens. Exit code 1 on any
+difference from the first row. A backend that cannot leave anything out stages in full: column `in force`.
 """
 
 from __future__ import annotations

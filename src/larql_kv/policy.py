@@ -31,8 +31,9 @@ class Verdict(StrEnum):
     BROKEN = "broken"
 
 
-# Mean KL (nats) that an execution form may differ by: what `dtype=None` is chosen under. The reference
-# engine has nothing but its own noise floor to be judged by, so that floor has to stay under this.
+# Mean KL (nats) that an execution form may differ by: what `dtype=None` is chosen under on the CPU. The
+# reference engine has nothing but its own noise floor to be judged by, so that floor has to stay under this,
+# or under what the backend says of a form whose steps and passes are two different approximations.
 FORM_BOUND = 1.5e-3
 CODED_FLOOR = 0.8  # share of coded layers' rows that a compressing engine must have read coded
 
@@ -67,6 +68,11 @@ class Checkable(Protocol):
     @property
     def widest_window(self) -> int:
         """The widest window that rows retire behind: a shorter text exercises nothing. 0 for none."""
+        ...
+
+    @property
+    def form_bound(self) -> float:
+        """Mean KL (nats) that the reference's steps may differ by from its single pass, on this backend."""
         ...
 
     def fresh(self) -> Runner:
@@ -182,7 +188,7 @@ class Contract:
         if forced.same_bits:
             return Verdict.BITS, "every logit has the reference's bits"
         if engine.is_reference:
-            what, value, limit = "step by step against one pass: mean KL", forced.mean_kl, FORM_BOUND
+            what, value, limit = "step by step against one pass: mean KL", forced.mean_kl, engine.form_bound
         elif floor.same_bits and not self.nats_allowed:
             return (
                 Verdict.BROKEN,
@@ -200,7 +206,7 @@ class Contract:
 @dataclass(frozen=True)
 class Exact(Contract):
     """The logits of `standard`: its bits where it repeats its own bits (float32 on the CPU), elsewhere within
-    twice the noise floor. `standard` itself: its steps against its single pass, mean KL under FORM_BOUND."""
+    twice the noise floor. `standard` itself: its steps against its single pass, mean KL by `form_bound`."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import larql_kv as lk
 from larql_kv.bench import runner
 from larql_kv.cli import bench as cli
 from larql_kv.cli.main import app
+from tests.models import tiny
 from tests.tiny_models import model_dir
 
 FAST = ("--tokens", "4", "--repeats", "1", "--warmup", "1", "--no-check", "--dtype", "float32")
@@ -20,7 +21,7 @@ FAST = ("--tokens", "4", "--repeats", "1", "--warmup", "1", "--no-check", "--dty
 
 @pytest.fixture(autouse=True)
 def no_bandwidth_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "measured_bandwidth", lambda: 10.0)
+    monkeypatch.setattr(cli, "measured_bandwidth", lambda model: 10.0)
 
 
 def bench(*words: str) -> Result:
@@ -89,10 +90,18 @@ def test_what_cannot_be_asked_exits_2(words: tuple[str, ...], message: str) -> N
     assert "Speed" not in result.stdout
 
 
-def test_a_device_without_backend_is_named() -> None:
-    result = bench("--device", "cuda")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--device", "mps"), "no backend for device 'mps'"),
+        (("--device", "cuda:7"), "device 'cuda:7'"),
+        (("--activations", "int8"), "a setting of device 'cuda'"),
+    ],
+)
+def test_what_no_backend_serves_is_named(words: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", str(model_dir("llama")), *words])
     assert result.exit_code == 1
-    assert "cuda" in result.stderr
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -127,9 +136,9 @@ def test_bandwidth_that_cannot_be_measured_is_none(monkeypatch: pytest.MonkeyPat
         raise MemoryError
 
     monkeypatch.setattr(ops, "stream_bandwidth", fails)
-    assert cli.measured_bandwidth() is None
+    assert cli.measured_bandwidth(tiny("llama")) is None
     monkeypatch.setattr(ops, "stream_bandwidth", lambda: 12.5)
-    assert cli.measured_bandwidth() == 12.5
+    assert cli.measured_bandwidth(tiny("llama")) == 12.5
 
 
 def test_a_terminal_gets_rich_tables_and_a_spinner(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -19,8 +19,9 @@ from tests.bench.bench_runs import full_report, make_plan, run
 from tests.lanes import staging
 
 TOP = {
-    "schema", "timestamp", "model", "dtype", "facts", "machine", "bandwidth_gb_per_s", "other_cores",
-    "prompt", "prompt_tokens", "tokens", "warmup", "repeats", "contexts", "results",
+    "schema", "timestamp", "model", "dtype", "facts", "device", "card", "activations", "machine",
+    "bandwidth_gb_per_s", "other_cores", "prompt", "prompt_tokens", "tokens", "warmup", "repeats", "contexts",
+    "results",
 }  # fmt: skip
 RESULT = {
     "engine", "backend", "policy", "capture", "masks", "prefill_ms", "prefill_tok_per_s", "ms_per_tok",

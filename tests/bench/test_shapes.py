@@ -13,7 +13,7 @@ from larql_kv.cli.main import app
 
 @pytest.fixture(autouse=True)
 def no_bandwidth_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "measured_bandwidth", lambda: 10.0)
+    monkeypatch.setattr(cli, "measured_bandwidth", lambda model: 10.0)
 
 
 def bench(*words: str) -> Result:

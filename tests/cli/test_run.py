@@ -7,6 +7,7 @@ import re
 from itertools import pairwise
 
 import pytest
+import torch
 
 from larql_kv import engine as engine_module
 from larql_kv.errors import BackendFailure, InvariantViolation
@@ -169,10 +170,29 @@ def test_engine_failures_exit_1(larql, chat_model, failing, monkeypatch):
     assert isinstance(traced.exception, BackendFailure)
 
 
-def test_no_device_but_the_cpu(larql, chat_model):
-    result = larql("run", chat_model, "hi", "--device", "cuda")
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_a_device_that_is_not_here(larql, chat_model, monkeypatch, command):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = [command, chat_model, *(["hi"] if command == "run" else []), "--device", "cuda"]
+    result = larql(*words, TRITON_INTERPRET=None)
     assert result.exit_code == 1
-    assert "cuda" in result.stderr
+    assert "error: device 'cuda' was asked for, but torch" in result.stderr
+    assert "finds no CUDA card" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--activations", "int8"), "activations 'int8' is a setting of device 'cuda'"),
+        (("--device", "cuda", "--dtype", "float32"), "device 'cuda' has no float32 form"),
+        (("--device", "cuda", "--activations", "int9"), "offered: int8, mixed, int16"),
+    ],
+)
+def test_what_a_device_does_not_offer(larql, chat_model, words, message):
+    pytest.importorskip("triton")
+    result = larql("run", chat_model, "hi", *words, TRITON_INTERPRET="1")
+    assert result.exit_code == 1
+    assert message in result.stderr
 
 
 # -- chat --------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class Layer:
         out = torch.full((case.values + spare,), NAN, device=self.device)
         planes = self._poisoned_planes() if case.bits else None
         staged = torch.full((2 * case.kv_heads * case.head_dim,), NAN, dtype=torch.bfloat16).to(self.device)
-        for partial in (self.scratch.acc, self.scratch.peak, self.scratch.mass):
+        for partial in (self.scratch.acc, self.scratch.peak, self.scratch.mass, self.scratch.score):
             partial.fill_(NAN)
         self.launch(
             rows.reshape(-1).to(self.device),

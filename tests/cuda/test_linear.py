@@ -86,7 +86,7 @@ def test_norm_before_and_two_formats(kind: str, post: bool, device: str) -> None
     table = torch.tensor([page.data_ptr() for page in pages], device=device)
     stage = torch.full((hidden,), float("nan"), dtype=torch.bfloat16, device=device)
     pos = torch.tensor([167], dtype=torch.int32, device=device)
-    norm = Norm(x, update, post_weight if post else None, weight, x_out, 1e-6, True, pos, table, 100, stage)
+    norm = Norm(x, update, post_weight if post else None, weight, x_out, 1e-6, pos, table, 100, stage)
     out = torch.full((64,), float("nan"), device=device)
     scratch = torch.full((linear.scratch_words,), -1, dtype=torch.int32, device=device)
     linear.run(norm, out, scratch=scratch)

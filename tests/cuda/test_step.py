@@ -7,7 +7,7 @@ import torch
 
 import larql_kv as lk
 from larql_kv.model.model import Model
-from tests import tiny_gguf, tiny_models
+from tests import tiny_models
 from tests.cuda.conftest import relative_error
 
 PROMPT = [5, 17, 3, 99, 42, 7, 64, 12, 81, 33, 2, 58]
@@ -22,7 +22,7 @@ def load(family: str) -> Model:
 def test_steps_give_the_logits_of_transformers(family: str) -> None:
     model = load(family)
     engine = lk.build_engine("standard", model)
-    ids = PROMPT + [23, 77, 31]
+    ids = [*PROMPT, 23, 77, 31]
     reference = torch.from_numpy(tiny_models.reference_logits(tiny_models.model_dir(family), ids))
     hidden = engine.prefill(ids[:-3])
     assert relative_error(model.logits(hidden)[0], reference[len(ids) - 4]) < 2e-2

@@ -3,82 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 
 import larql_kv as lk
 from larql_kv.engine.base import KvEngine
-from larql_kv.model.model import Model
 from larql_kv.state import bridge, transit
-from larql_kv.state.base import State
 from tests import tiny_models
 from tests.engine.test_capture import CASCADE, compare_host_with_device
-from tests.lanes import LateLane, staging
+from tests.feeding import feeding
+from tests.lanes import LateLane
 from tests.models import SPECS, tiny
 
 each_engine = pytest.mark.parametrize("spec", SPECS)
 each_family = pytest.mark.parametrize("family", ["llama", "gemma3"])
-
-
-class Executor:
-    """Does by hand what a captured graph does: it sees `StepRows` alone, never `observe` or `attend`."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.trace: list[str] = []
-        self.fails_at = -1  # step of a `run_ahead` that cannot be enqueued
-        self.no_numbers_at = -1  # step whose logits are not finite
-
-    def serves(self, state: State, ffn: Any) -> bool:
-        return isinstance(ffn, lk.DenseFfn) and state.length > 0 and state.step_rows() is not None
-
-    def step(self, state: State, token: int) -> torch.Tensor:
-        decoder, position = self.model.decoder, state.length
-        state.begin(position, 1)
-        rows = state.step_rows()
-        assert rows is not None
-        rows.reserve(position)
-        hidden = decoder.embed(torch.tensor([token]))
-        for layer, pages in enumerate(rows.kv):
-            q, k, v = decoder.attention_inputs(layer, hidden, position)
-            if rows.residual is not None:
-                rows.residual[layer].write(hidden, position)
-            if rows.bridge is not None:
-                parts = (hidden, k, v) if rows.bridge.full else (hidden,)
-                staged = torch.cat([part.flatten() for part in parts])
-                rows.bridge.staging[position & 1, layer].copy_(staged)
-            attended = decoder.attend(q, k, v, pages, position, rows.windows[layer])
-            decoder.append_rows(k, v, pages, position, 0)
-            decoder.add_attention_(layer, hidden, attended)
-            decoder.add_ffn_(layer, hidden, decoder.dense_ffn(layer, decoder.ffn_input(layer, hidden)))
-        state.count_step(position)
-        state.commit(position + 1)
-        self.trace.append("step")
-        return hidden
-
-    def run_ahead(self, state: State, first_token: int, count: int) -> Executor:
-        self._tokens, token = [], first_token
-        for index in range(count):
-            if index == self.fails_at:
-                raise RuntimeError("the device is gone")
-            token = int(self.model.logits(self.step(state, token)).argmax())
-            self._tokens.append(token)
-        return self
-
-    def wait(self, index: int) -> int:
-        self.trace.append("read")
-        if index == self.no_numbers_at:
-            raise lk.BackendFailure("the logits are not finite")
-        return self._tokens[index]
-
-
-def _feeding(family: str) -> tuple[Model, Executor]:
-    """A model whose decoder has the stand-in, and stages by mask."""
-    model = staging(family)
-    executor = model.decoder.step_executor = Executor(model)  # type: ignore[attr-defined]
-    return model, executor
 
 
 def _stepped(engine: KvEngine, count: int, token: int) -> list[int]:
@@ -93,7 +32,7 @@ def _stepped(engine: KvEngine, count: int, token: int) -> list[int]:
 @each_family
 @pytest.mark.parametrize("feeds", [False, True])
 def test_equals_stepping(spec: str, family: str, feeds: bool) -> None:
-    model = _feeding(family)[0] if feeds else tiny(family)
+    model = feeding(family)[0] if feeds else tiny(family)
     ids = tiny_models.sample_ids(20, 128)
     engine, witness = lk.build_engine(spec, model), lk.build_engine(spec, tiny(family))
     engine.prefill(ids)
@@ -117,7 +56,7 @@ def test_equals_stepping(spec: str, family: str, feeds: bool) -> None:
 def test_captured_steps_write_what_eager_ones_do(spec: str, mask: str, family: str, monkeypatch) -> None:
     monkeypatch.setattr(transit, "PlainLane", LateLane)
     monkeypatch.setattr(bridge, "SLOTS", 5)
-    model, executor = _feeding(family)
+    model, executor = feeding(family)
     ids = tiny_models.sample_ids(90, 128)
     engine, witness = lk.build_engine(spec, model), lk.build_engine("standard", tiny(family))
     engine.set_capture(mask)
@@ -140,7 +79,7 @@ def test_captured_steps_write_what_eager_ones_do(spec: str, mask: str, family: s
 
 
 def test_every_step_is_enqueued_before_the_first_token_is_read() -> None:
-    model, executor = _feeding("llama")
+    model, executor = feeding("llama")
     engine = lk.build_engine("standard", model)
     engine.prefill([5, 6, 7])
     tokens = engine.decode_ahead(6, 8)
@@ -158,7 +97,7 @@ def test_every_step_is_enqueued_before_the_first_token_is_read() -> None:
 @pytest.mark.parametrize("feeds", [False, True])
 @pytest.mark.parametrize("taken", [0, 1, 4, 9])
 def test_stopping_early_leaves_what_was_handed_out(spec: str, family: str, feeds: bool, taken: int) -> None:
-    model = _feeding(family)[0] if feeds else tiny(family)
+    model = feeding(family)[0] if feeds else tiny(family)
     ids = tiny_models.sample_ids(20, 128)
     engine, witness = lk.build_engine(spec, model), lk.build_engine(spec, tiny(family))
     engine.prefill(ids)
@@ -175,7 +114,7 @@ def test_stopping_early_leaves_what_was_handed_out(spec: str, family: str, feeds
 @pytest.mark.parametrize("act", ["decode", "trim", "fork", "drop", "ahead", "reset"])
 @pytest.mark.parametrize("feeds", [False, True])
 def test_another_use_takes_the_rest_back_and_is_noticed(act: str, feeds: bool) -> None:
-    model = _feeding("gemma3")[0] if feeds else tiny("gemma3")
+    model = feeding("gemma3")[0] if feeds else tiny("gemma3")
     engine, witness = lk.build_engine("markov-rs:rows=none", model), lk.build_engine("standard", model)
     ids = tiny_models.sample_ids(20, 128)
     engine.prefill(ids)
@@ -202,7 +141,7 @@ def test_another_use_takes_the_rest_back_and_is_noticed(act: str, feeds: bool) -
 
 
 def test_a_failure_leaves_the_engine_as_far_as_it_was_handed_out() -> None:
-    model, executor = _feeding("llama")
+    model, executor = feeding("llama")
     engine, witness = lk.build_engine("markov-rs", model), lk.build_engine("markov-rs", tiny("llama"))
     ids = tiny_models.sample_ids(20, 128)
     engine.prefill(ids)
@@ -221,7 +160,7 @@ def test_a_failure_leaves_the_engine_as_far_as_it_was_handed_out() -> None:
 
 
 def test_what_was_dropped_comes_back_with_the_first_step() -> None:
-    model, executor = _feeding("gemma3")
+    model, executor = feeding("gemma3")
     engine, witness = (
         lk.build_engine("markov-rs:rows=none", model),
         lk.build_engine("standard", tiny("gemma3")),
@@ -238,23 +177,26 @@ def test_what_was_dropped_comes_back_with_the_first_step() -> None:
 
 
 def test_with_the_stage_timers_on_steps_run_layer_by_layer() -> None:
-    model, executor = _feeding("llama")
+    model, executor = feeding("llama")
     engine = lk.build_engine("standard", model)
     engine.prefill([5, 6, 7])
     engine.profile()
     tokens = list(engine.decode_ahead(3, 8))
     assert not executor.trace
+    assert engine.info.backend == "cpu eager"
     summary = engine.stage_summary()
     assert summary is not None
+    assert summary.steps == 3
     assert summary.microseconds["attention"] > 0
     engine.profile(False)
     engine.trim(3)
     assert list(engine.decode_ahead(3, 8)) == tokens
+    assert engine.info.backend == "cpu graph"
 
 
 @pytest.mark.parametrize("feeds", [False, True])
 def test_mistakes_are_named_at_the_call(feeds: bool) -> None:
-    model = _feeding("llama")[0] if feeds else tiny("llama")
+    model = feeding("llama")[0] if feeds else tiny("llama")
     engine = lk.build_engine("standard", model)
     with pytest.raises(lk.InvariantViolation, match="before prefill"):
         engine.decode_ahead(3, 5)
@@ -272,7 +214,7 @@ def test_mistakes_are_named_at_the_call(feeds: bool) -> None:
 
 
 def test_tables_change_version_when_they_change() -> None:
-    engine = lk.build_engine("markov-rs", _feeding("gemma3")[0])
+    engine = lk.build_engine("markov-rs", feeding("gemma3")[0])
     engine.prefill(tiny_models.sample_ids(60, 128))
     rows = engine._state.step_rows()
     assert rows is not None

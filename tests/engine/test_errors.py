@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 import larql_kv as lk
 from larql_kv import errors
 from larql_kv.model.model import Model
+from larql_kv.model.shape_models import random_model
 from tests import tiny_models
 from tests.models import SPECS, tiny
 
@@ -240,10 +242,65 @@ def test_rows_made_under_another_ffn_are_not_continued() -> None:
     assert lk.generate_with_engine(engine, Other(model), [5, 6, 7, 8], 3) == same
 
 
-@pytest.mark.parametrize("device", ["cuda", "mps", "toaster"])
+@pytest.mark.parametrize("device", ["mps", "toaster", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "cudas", ""])
 def test_a_device_without_a_backend(device: str) -> None:
-    with pytest.raises(lk.BackendUnavailable, match=device):
+    with pytest.raises(lk.BackendUnavailable, match=f"no backend for device '{device}'"):
         lk.load_model(tiny_models.model_dir("llama"), device=device)
+
+
+def _cards(monkeypatch: pytest.MonkeyPatch, count: int, capability: tuple[int, int] = (9, 0)) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+def test_a_card_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, path = lk.load_model, tiny_models.model_dir("llama")
+    _cards(monkeypatch, 0)
+    with pytest.raises(lk.BackendUnavailable, match=r"'cuda' was asked for, but torch .* finds no CUDA card"):
+        load(path, device="cuda")
+    _cards(monkeypatch, 2)
+    with pytest.raises(lk.BackendUnavailable, match="'cuda:7' was asked for, but only 2"):
+        load(path, device="cuda:7")
+    _cards(monkeypatch, 1, (8, 0))
+    with pytest.raises(lk.BackendUnavailable, match=r"compute capability 8\.x; the kernels need 9\.0"):
+        load(path, device="cuda")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(lk.BackendUnavailable, match="only 1 can be had"):
+        load(path, device="cuda:1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(lk.BackendUnavailable, match="needs the package triton"):
+        load(path, device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a card")
+def test_the_interpreter_stands_in_for_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    model = lk.load_model(tiny_models.model_dir("llama"), device="cuda")
+    assert (model.decoder.name, model.device.type) == ("cuda", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cuda", "dtype": "float32"}, "device 'cuda' has no float32 form"),
+        ({"device": "cuda", "dtype": torch.float32}, "device 'cuda' has no float32 form"),
+        ({"device": "cuda", "activations": "int9"}, "'int9' are not offered on cuda; offered: int8, mixed"),
+        ({"activations": "int8"}, "'int8' is a setting of device 'cuda'; on 'cpu' leave it out"),
+    ],
+)
+def test_a_form_that_the_device_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, object], message: str
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(lk.BackendUnavailable, match=message):
+        lk.load_model(tiny_models.model_dir("llama"), **options)  # type: ignore[arg-type]
+    with pytest.raises(lk.BackendUnavailable, match=message):
+        random_model("gemma3-270m", **options)  # type: ignore[arg-type]
 
 
 def test_an_unknown_dtype() -> None:

@@ -250,3 +250,15 @@ def test_cold_tier_is_whole_blocks_that_left_the_window() -> None:
     block = 64 * config.layer_count * 4
     assert engine.cold_bytes == block * config.hidden + block * 2 * config.kv_dim
     assert lk.build_engine("standard", model).cold_bytes == 0
+
+
+def test_stage_timers_wait_for_a_device_that_runs_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    model = tiny("llama")
+    monkeypatch.setattr(model.decoder, "synchronize", lambda: waits.append("wait"), raising=False)
+    engine = lk.build_engine("standard", model)
+    engine.prefill([5, 6, 7])
+    assert not waits
+    engine.profile()
+    engine.logits(engine.decode_step(5))
+    assert len(waits) >= 3 + 3 * model.config.layer_count, "at the end of every stage"

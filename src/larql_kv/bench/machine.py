@@ -7,9 +7,12 @@ import platform
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from larql_kv import __version__
+
+if TYPE_CHECKING:
+    from larql_kv.model.model import Model
 
 
 def machine_facts() -> dict[str, Any]:
@@ -26,6 +29,20 @@ def machine_facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "larql_kv": __version__,
         "commit": git_commit(),
+    }
+
+
+def device_facts(model: Model) -> dict[str, Any]:
+    """{device, card, activations}: where the model runs, the card's name there, and the precision that meets
+    quantised weights in a step; null where there is no such thing."""
+    import torch
+
+    decoder, device = model.decoder, model.device
+    where = str(device) if decoder.name == device.type else f"{decoder.name} (interpreted on {device})"
+    return {
+        "device": where,
+        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "activations": getattr(decoder, "activations", None),
     }
 
 

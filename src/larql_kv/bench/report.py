@@ -3,6 +3,7 @@
     schema      "larql-bench/1"
     timestamp   unix seconds, as text
     model       the name given; dtype: the execution form; facts: bytes_per_step, kv_dtype, ...
+    device      where the model ran; card: its name, or null; activations: int8, mixed or int16, or null
     machine     {cpu, cores, threads, load_1min, system, python, torch, larql_kv, commit}
     bandwidth_gb_per_s   read bandwidth measured in this run, or null
     other_cores   cores that other processes kept busy during the timed part, mean; null where unknown
@@ -21,12 +22,13 @@
       memory       after the last step: {tokens, live, capacity, roles {canonical, derivative, workspace},
                     rows[]}
       kv_bytes_of_standard   K/V of `standard` at that length, sliding layers at their window
-      kv_ratio     memory.live / kv_bytes_of_standard (below 1: smaller than standard)
+      kv_ratio     canonical + derivative bytes / kv_bytes_of_standard (below 1: smaller than standard)
       contract     {name, verdict, ok, reason, tokens, steps, max_kl, mean_kl, top1_agreement,
                     noise_floor_max_kl, first_divergence} or null
       ids          {hash, count, same_in_every_repeat, equals_standard}; hash: 12 hex of sha256 over "1,2,3"
       recomputed_tokens_per_step   ids run again beside the new one, mean
-      stages       {embed, ..., head, other, total} microseconds a step, or null
+      stages       {embed, ..., head, other, total} microseconds a step, or null; of steps that run layer by
+                    layer, which a backend with captured steps does for them alone (note)
       sweep        {points [{context, ms_per_token, steps}], us_per_context_token, intercept_ms, r2} or null
       note         what the reader should know, or ""
       error        {kind, message, recoverable} or null; the fields above are null or empty with it
@@ -61,6 +63,7 @@ def report_dict(report: Report) -> dict[str, Any]:
         "model": report.model,
         "dtype": report.dtype,
         "facts": report.facts,
+        **report.device,
         "machine": report.machine,
         "bandwidth_gb_per_s": report.bandwidth,
         "other_cores": report.other_cores,
@@ -81,7 +84,8 @@ def row_dict(row: Row, bandwidth: float | None, prompt_tokens: int) -> dict[str,
     speed = None
     if rate is not None and row.state_bytes_read is not None:
         speed = gigabytes_per_second(row.weight_bytes, row.state_bytes_read, 1 / rate)
-    live = row.ledger.get("live")
+    roles = row.ledger.get("roles", {})
+    state = roles.get("canonical", 0) + roles.get("derivative", 0)
     return {
         "engine": row.spec,
         "backend": row.backend,
@@ -99,7 +103,7 @@ def row_dict(row: Row, bandwidth: float | None, prompt_tokens: int) -> dict[str,
         "bandwidth_share": speed / bandwidth if speed is not None and bandwidth else None,
         "memory": row.ledger or None,
         "kv_bytes_of_standard": row.kv_bytes_of_standard or None,
-        "kv_ratio": live / row.kv_bytes_of_standard if live and row.kv_bytes_of_standard else None,
+        "kv_ratio": state / row.kv_bytes_of_standard if state and row.kv_bytes_of_standard else None,
         "contract": row.contract,
         "ids": {
             "hash": id_hash(row.ids) if row.ids else None,

@@ -3,6 +3,7 @@
 Order: every engine once untimed (weights touched, kernels compiled, refusals found); then `repeats` times,
 with the order rotated by one each time: a timed prefill of each engine, its warm-up steps, and the timed
 steps in groups, one group an engine in turn. So a machine that slows down for a second slows all of them.
+A token's time ends when the host knows the id, and begins when it knew the one before.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from larql_kv.bench.checks import contract_of, stages_of
-from larql_kv.bench.machine import OtherLoad, machine_facts
+from larql_kv.bench.machine import OtherLoad, device_facts, machine_facts
 from larql_kv.bench.plan import RECOMPUTE_STEPS, RECOMPUTE_WARMUP, Failure, Plan, Progress, Report, Row
 from larql_kv.bench.stats import round_robin, same_beginning
+from larql_kv.bench.steps import next_id, next_ids
 from larql_kv.bench.sweep import run_sweep
 from larql_kv.engine import build_engine
 from larql_kv.errors import EngineError, ModelError, SpecError
@@ -70,19 +72,17 @@ class Contestant:
         engine = self.build()
         self.row.backend, self.row.capture = engine.info.backend, engine.info.capture
         token = next_id(self.model, engine.prefill(self.plan.prompt_ids))
-        for _ in range(1 if self.recomputes else 2):
-            token = next_id(self.model, engine.decode_step(token))
+        for _ in next_ids(engine, token, 1 if self.recomputes else 2):
+            pass
+        self.row.backend = engine.info.backend
 
     def prefill(self) -> None:
         """A new engine, its timed prefill (up to the first id), then its warm-up steps."""
         engine = self.engine = self.build()
         begin = time.perf_counter()
-        self._token = next_id(self.model, engine.prefill(self.plan.prompt_ids))
+        token = next_id(self.model, engine.prefill(self.plan.prompt_ids))
         self.row.prefill_seconds.append(time.perf_counter() - begin)
-        self._ids = [self._token]
-        for _ in range(self.warmup):
-            self._token = next_id(self.model, engine.decode_step(self._token))
-            self._ids.append(self._token)
+        self._ids = [token, *next_ids(engine, token, self.warmup)]
         self._seconds: list[float] = []
         self._kv_before = live_kv_bytes(engine)
 
@@ -90,13 +90,13 @@ class Contestant:
         """Run and time up to `count` more tokens: step, head and choice inside the clock."""
         engine = self.engine
         assert engine is not None
-        for _ in range(min(count, self.tokens - len(self._seconds))):
-            begin = time.perf_counter()
-            token = next_id(self.model, engine.decode_step(self._token))
-            self._seconds.append(time.perf_counter() - begin)
-            self._token = token
+        last = time.perf_counter()
+        for token in next_ids(engine, self._ids[-1], min(count, self.tokens - len(self._seconds))):
+            now = time.perf_counter()
+            self._seconds.append(now - last)
             self._ids.append(token)
             self.row.recomputed.append(engine.recomputed_tokens)
+            last = now
 
     @property
     def unfinished(self) -> bool:
@@ -107,6 +107,7 @@ class Contestant:
         engine, row = self.engine, self.row
         assert engine is not None
         row.step_seconds.append(self._seconds)
+        row.backend = engine.info.backend
         if not row.ids:
             row.ids = self._ids
         row.same_in_every_repeat &= row.ids == self._ids
@@ -116,11 +117,6 @@ class Contestant:
         row.ledger = engine.ledger().to_dict() | {"tokens": engine.length}
         row.kv_bytes_of_standard = standard_kv_bytes(self.model, engine.length)
         self.engine = None
-
-
-def next_id(model: Model, hidden: Any) -> int:
-    """The greedy next id after the last hidden row (1, hidden)."""
-    return int(model.logits(hidden).argmax())
 
 
 def live_kv_bytes(engine: KvEngine) -> int:
@@ -166,7 +162,7 @@ def run_bench(
     facts = model.decoder.facts()
     return Report(
         *(int(time.time()), name or model.source, str(facts.get("form", "")), facts, machine_facts()),
-        *(plan, bandwidth, [item.row for item in field], order, other_cores),
+        *(plan, bandwidth, [item.row for item in field], order, other_cores, device_facts(model)),
     )
 
 
@@ -226,9 +222,8 @@ def _standard_ids(model: Model, field: list[Contestant], plan: Plan) -> list[int
             return contestant.row.ids
     try:
         engine = build_engine("standard", model)
-        ids = [next_id(model, engine.prefill(plan.prompt_ids))]
-        while len(ids) < 1 + plan.warmup + plan.tokens:
-            ids.append(next_id(model, engine.decode_step(ids[-1])))
+        first = next_id(model, engine.prefill(plan.prompt_ids))
+        ids = [first, *next_ids(engine, first, plan.warmup + plan.tokens)]
     except (EngineError, ModelError):
         return []
     return ids
@@ -250,7 +245,13 @@ def _settle(contestant: Contestant, reference: list[int], progress: Progress) ->
     if contestant.alive and plan.profile:
         progress(f"profile {contestant.spec.text}")
         with contestant.guarded():
-            row.stages = stages_of(contestant.build(), plan.prompt_ids, min(contestant.tokens, 20))
+            engine = contestant.build()
+            row.stages = stages_of(engine, plan.prompt_ids, min(contestant.tokens, 20))
+            if engine.info.backend != row.backend:
+                row.notes.append(
+                    f"stages are of steps run layer by layer ({engine.info.backend}), the device waited for "
+                    f"after each; the timed steps ran as {row.backend}"
+                )
 
 
 def median_rate(row: Row) -> float | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from larql_kv.bench.plan import Plan, Progress, SweepPoint
 from larql_kv.bench.stats import fit_line, round_robin
+from larql_kv.bench.steps import next_id, next_ids
 from larql_kv.bench.text import text_ids
 
 if TYPE_CHECKING:
@@ -50,11 +51,11 @@ def run_sweep(
 
 def _time_steps(contestant: Contestant, context: int, steps: int) -> list[float]:
     model, engine = contestant.model, contestant.build()
-    token = int(model.logits(engine.prefill(text_ids(model, context))).argmax())
-    token = int(model.logits(engine.decode_step(token)).argmax())
+    (token,) = next_ids(engine, next_id(model, engine.prefill(text_ids(model, context))), 1)
     seconds = []
-    for _ in range(min(steps, _RECOMPUTE_SWEEP_STEPS) if contestant.recomputes else steps):
-        begin = time.perf_counter()
-        token = int(model.logits(engine.decode_step(token)).argmax())
-        seconds.append(time.perf_counter() - begin)
+    last = time.perf_counter()
+    for _ in next_ids(engine, token, min(steps, _RECOMPUTE_SWEEP_STEPS) if contestant.recomputes else steps):
+        now = time.perf_counter()
+        seconds.append(now - last)
+        last = now
     return seconds

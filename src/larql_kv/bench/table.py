@@ -75,7 +75,7 @@ def heading(report: dict[str, Any]) -> str:
         f"{report['model']} ({report['dtype']}, K/V {report['facts'].get('kv_dtype', '?')}): prompt of "
         f"{report['prompt_tokens']} tokens, {report['tokens']} steps after {report['warmup']} of warm-up, "
         f"{report['repeats']} repeats, engines in turns\n"
-        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, commit "
+        f"{report['card'] or machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, commit "
         f"{machine['commit'] or 'none'}; memory reads at {read}{noise}"
     )
 
@@ -116,7 +116,7 @@ def remarks(report: dict[str, Any]) -> list[str]:
 
 def state_grid(results: Sequence[Result]) -> Grid:
     columns = ["engine", "canonical", "derivative", "workspace", "live", "capacity", "of K/V"]
-    grid = Grid("State after the last step (of K/V: live, against window-aware K/V of standard)", columns)
+    grid = Grid("State after the last step (of K/V: state, against window-aware K/V of standard)", columns)
     for result in results:
         memory = result["memory"] or {}
         roles = memory.get("roles", {})

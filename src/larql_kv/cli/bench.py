@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from larql_kv.cli.choose import ACTIVATIONS_HELP, DEVICE_HELP
 from larql_kv.errors import SpecError
 
 if TYPE_CHECKING:
@@ -66,10 +67,13 @@ def bench_command(
             "--context-window", min=0, help="Window of the engine names that need one (sliding, ...)."
         ),
     ] = 0,
-    device: Annotated[str, typer.Option("--device", help="Where to run.")] = "cpu",
+    device: Annotated[str, typer.Option("--device", help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[
         str, typer.Option("--dtype", help="Execution form: auto, float32 or bfloat16.")
     ] = "auto",
+    activations: Annotated[
+        str | None, typer.Option("--activations", help=ACTIVATIONS_HELP, show_default="mixed")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Also check each engine's contract, on a short run.")
     ] = True,
@@ -103,7 +107,7 @@ def bench_command(
     turns = 2 + len(specs) * (2 + profile + repeats * ((1 + mask) * (1 + -(-tokens // 10)) + len(contexts)))
     with _progress(not json, turns) as progress:
         progress("load")
-        loaded, name = load(model, shape, device, None if dtype == "auto" else dtype)
+        loaded, name = load(model, shape, device, None if dtype == "auto" else dtype, activations)
         plan = make_plan(
             *(loaded, prompt, prompt_tokens, tokens, warmup, repeats, contexts),
             check=check,
@@ -112,7 +116,7 @@ def bench_command(
         )
         plan.check_context(loaded.config.context)
         progress("memory bandwidth")
-        report = run_bench(loaded, specs, plan, name, measured_bandwidth(), progress)
+        report = run_bench(loaded, specs, plan, name, measured_bandwidth(loaded), progress)
     plain = report_dict(report)
     text = to_json(plain)
     if output_file is not None:
@@ -129,7 +133,9 @@ def bench_command(
         raise typer.Exit(report.exit_code)
 
 
-def load(model: str | None, shape: str | None, device: str, dtype: str | None) -> tuple[Model, str]:
+def load(
+    model: str | None, shape: str | None, device: str, dtype: str | None, activations: str | None = None
+) -> tuple[Model, str]:
     """The model asked for and what the report calls it: by its name, or random weights of a shape.
 
     Raises SpecError when both are given, ModelError and BackendUnavailable as the loaders do.
@@ -138,12 +144,12 @@ def load(model: str | None, shape: str | None, device: str, dtype: str | None) -
         from larql_kv.model.load import DEFAULT_MODEL, load_model
 
         name = model or DEFAULT_MODEL
-        return load_model(name, device=device, dtype=dtype), name
+        return load_model(name, device=device, dtype=dtype, activations=activations), name
     if model is not None:
         raise SpecError(f"--shape {shape!r} and a model ({model!r}) were given: name one of them")
     from larql_kv.model.shape_models import random_model
 
-    made = random_model(shape, device=device, dtype=dtype)
+    made = random_model(shape, device=device, dtype=dtype, activations=activations)
     return made, made.source
 
 
@@ -202,13 +208,22 @@ def make_plan(
     return Plan(tuple(ids), shown, tokens, warmup, repeats, contexts, **switches)
 
 
-def measured_bandwidth() -> float | None:
-    """Read bandwidth in GB/s by the kernels' own threads, or None where it cannot be measured."""
+def measured_bandwidth(model: Model) -> float | None:
+    """Read bandwidth in GB/s of the memory that the model's weights are in (on the CPU by the kernels' own
+    threads), or None where it cannot be measured: kernels are missing, no room, or an interpreter."""
+    import torch
+
     try:
+        if model.device.type == "cuda":  # pragma: cuda only
+            from larql_kv.backends.cuda import bandwidth
+
+            return bandwidth.stream_bandwidth(model.device)
+        if model.decoder.name != model.device.type:
+            return None
         from larql_kv.backends.cpu.ops import stream_bandwidth
 
         return stream_bandwidth()
-    except (ImportError, MemoryError):
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
         return None
 
 

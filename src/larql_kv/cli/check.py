@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from larql_kv.cli.choose import ENGINE_VARIABLE
+from larql_kv.cli.choose import ACTIVATIONS_HELP, DEVICE_HELP, ENGINE_VARIABLE
 from larql_kv.cli.console import EXIT_ENGINE, add_row, console, print_json, table, warn
 from larql_kv.errors import EngineError, ModelError, SpecError
 from larql_kv.policy import Verdict
@@ -81,10 +81,11 @@ def check_command(
     text: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Text to run, UTF-8.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to run.")] = "cpu",
+    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, or auto.", show_default="auto")
     ] = None,
+    activations: Annotated[str | None, typer.Option(help=ACTIVATIONS_HELP, show_default="mixed")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Check what engines promise: teacher-forced and free-running, against the contract's own reference.
@@ -95,9 +96,10 @@ def check_command(
     if prompt_tokens is not None and tokens is not None and prompt_tokens >= tokens:
         raise typer.BadParameter(f"--prompt-tokens {prompt_tokens} must be less than --tokens {tokens}")
     specs = chosen_specs(engine, context_window or None)
+    from larql_kv.bench.machine import device_facts
     from larql_kv.model.load import load_model
 
-    loaded = load_model(model, device=device, dtype=dtype)
+    loaded = load_model(model, device=device, dtype=dtype, activations=activations)
     ids = text_of(loaded, check_length(loaded, specs, tokens, free_tokens), text)
     if prompt_tokens is None:
         prompt_tokens = max(len(ids) // 2, len(ids) - _STEPS)
@@ -106,8 +108,8 @@ def check_command(
     outcomes = run_checks(loaded, specs, ids, prompt_tokens, free_tokens)
     if as_json:
         checks = [outcome.to_dict() for outcome in outcomes]
-        kv_dtype = str(loaded.kv_dtype).removeprefix("torch.")
-        print_json({"model": loaded.source, "kv_dtype": kv_dtype, "tokens": len(ids), "checks": checks})
+        facts = {"kv_dtype": str(loaded.kv_dtype).removeprefix("torch."), **device_facts(loaded)}
+        print_json({"model": loaded.source, **facts, "tokens": len(ids), "checks": checks})
     else:
         _print(outcomes, f"{loaded.source}, {len(ids)} tokens")
     if any(outcome.failed for outcome in outcomes):

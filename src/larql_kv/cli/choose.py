@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from larql_kv.spec import EngineSpec
 
 ENGINE_VARIABLE, RAW_VARIABLE = "LARQL_KV_ENGINE", "LARQL_RAW_PROMPT"
+DEVICE_HELP = "Where to run: cpu, cuda or cuda:N."
+ACTIVATIONS_HELP = "On cuda, what meets quantised weights in a step: int8, mixed or int16."
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from larql_kv.bench.machine import device_facts
 from larql_kv.bench.stats import format_bytes, id_hash
 from larql_kv.cli.answer import Answer
 from larql_kv.cli.console import add_row, console, note, table
@@ -92,7 +93,7 @@ def run_dict(engine: KvEngine, answer: Answer, warnings: list[str]) -> dict[str,
         "policy": engine.policy.to_dict(),
         "capture": engine.info.capture,
         "ffn": engine.ffn.name,
-        "device": str(engine.model.device),
+        **device_facts(engine.model),
         "kv_dtype": str(engine.model.kv_dtype).removeprefix("torch."),
         "text": answer.text,
         "token_ids": answer.token_ids,

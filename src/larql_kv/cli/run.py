@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from larql_kv.cli.choose import (
+    ACTIVATIONS_HELP,
+    DEVICE_HELP,
     ENGINE_VARIABLE,
     RAW_VARIABLE,
     EngineChoice,
@@ -100,10 +102,11 @@ def run_command(
         ),
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message, before the first user message.")] = None,
-    device: Annotated[str, typer.Option(help="Where to run.")] = "cpu",
+    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[
         str | None, typer.Option(help="float32 (deterministic), bfloat16, or auto.", show_default="auto")
     ] = None,
+    activations: Annotated[str | None, typer.Option(help=ACTIVATIONS_HELP, show_default="mixed")] = None,
     ffn: Annotated[str, typer.Option(metavar="SPEC", help="FFN backend; only 'dense' exists.")] = "dense",
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Ledger and stage tables too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
@@ -137,8 +140,12 @@ def run_command(
         settings.warn(text)
     settings.notice.start()
     try:
-        built = _build(request.model, choice, device, dtype)
+        from larql_kv.engine.ahead import executor_of
+
+        built = _build(request.model, choice, device, dtype, activations)
         built.profile(verbose)
+        if verbose and executor_of(built) is not None:
+            settings.warn("-v times the stages: steps run layer by layer, slower than the captured ones")
         session = _session(built, raw_wanted(raw), system, settings)
         if request.prompt is None:
             from larql_kv.cli.chat import chat
@@ -161,11 +168,14 @@ def _sampling(**options: Any) -> dict[str, Any]:
     return options
 
 
-def _build(model: str, choice: EngineChoice, device: str, dtype: str | None) -> KvEngine:
+def _build(
+    model: str, choice: EngineChoice, device: str, dtype: str | None, activations: str | None
+) -> KvEngine:
     from larql_kv.engine import build_engine
     from larql_kv.model.load import load_model
 
-    return build_engine(choice.spec, load_model(model, device=device, dtype=dtype))
+    loaded = load_model(model, device=device, dtype=dtype, activations=activations)
+    return build_engine(choice.spec, loaded)
 
 
 def _session(engine: KvEngine, raw: bool, system: str | None, settings: Settings) -> Session:

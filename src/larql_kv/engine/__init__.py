@@ -6,8 +6,9 @@ import importlib
 import pkgutil
 from importlib.metadata import entry_points
 
-from larql_kv.engine.base import EngineInfo, KvEngine
+from larql_kv.engine.base import KvEngine
 from larql_kv.engine.generate import Token, generate_with_engine
+from larql_kv.engine.info import EngineInfo
 from larql_kv.ffn.base import FfnBackend
 from larql_kv.model.model import Model
 from larql_kv.spec import EngineEntry, EngineSpec, parse_spec, registered

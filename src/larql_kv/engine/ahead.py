@@ -16,6 +16,7 @@ from larql_kv.errors import InvariantViolation
 if TYPE_CHECKING:
     import torch
 
+    from larql_kv.backends.draw import Draw
     from larql_kv.engine.base import KvEngine
     from larql_kv.ffn.base import FfnBackend
     from larql_kv.state.base import State
@@ -25,7 +26,7 @@ class AheadRun(Protocol):
     """Steps that were enqueued."""
 
     def wait(self, index: int) -> int:
-        """The token chosen by step `index`, as soon as it is there; asked for in order.
+        """The token chosen by step `index`, as soon as it is there.
 
         Raises BackendFailure when it had no finite logits to choose from.
         """
@@ -35,6 +36,11 @@ class AheadRun(Protocol):
 class StepExecutor(Protocol):
     """Runs one-row steps as captured graphs whose next token is fed back on the device."""
 
+    @property
+    def path(self) -> str:
+        """What `EngineInfo.backend` calls it: "graph"."""
+        ...
+
     def serves(self, state: State, ffn: FfnBackend) -> bool:
         """Whether steps of this state under this FFN can run so."""
         ...
@@ -43,10 +49,22 @@ class StepExecutor(Protocol):
         """Run one token; its hidden (1, hidden) float32, a tensor of its own."""
         ...
 
-    def run_ahead(self, state: State, first_token: int, count: int) -> AheadRun:
-        """Enqueue `count` greedy steps from `first_token` on, reading no token: for each, `State`'s protocol
-        of a captured step, `commit` included."""
+    def run_ahead(
+        self, state: State, after: int | AheadRun, count: int, draw: Draw | None = None
+    ) -> AheadRun:
+        """Enqueue `count` steps, reading no token: from the token `after` on, or from the one that the run
+        `after` of this state chooses last. A step chooses the largest logit, or draws. For each, `State`'s
+        protocol of a captured step, `commit` included."""
         ...
+
+    def draw(self, logits: torch.Tensor, position: int, draw: Draw) -> int:
+        """What a step would draw from logits (1, vocab) as the token of `position`."""
+        ...
+
+
+def executor_of(engine: KvEngine) -> StepExecutor | None:
+    """What runs the steps of this engine's model as graphs, on a backend that has it."""
+    return getattr(engine.model.decoder, "step_executor", None)
 
 
 def decode_ahead(engine: KvEngine, count: int, token_id: int) -> Iterator[int]:
@@ -59,7 +77,7 @@ def decode_ahead(engine: KvEngine, count: int, token_id: int) -> Iterator[int]:
         raise InvariantViolation("decode_ahead before prefill: the engine holds no tokens")
     engine.check_ids([token] * count)
     engine.check_ffn()
-    executor: StepExecutor | None = getattr(engine.model.decoder, "step_executor", None)
+    executor = executor_of(engine)
     if executor is None:
         return _by_steps(engine, count, token)
     if engine.held_positions < engine.length:
@@ -73,39 +91,45 @@ def _step(engine: KvEngine, token: int) -> int:
 
 
 def _by_steps(engine: KvEngine, count: int, token: int) -> Iterator[int]:
-    changes = engine.changes
+    mark = _mark(engine)
     for _ in range(count):
-        _check_alone(engine, changes)
+        _check_alone(engine, mark)
         token = _step(engine, token)
-        changes = engine.changes
+        mark = _mark(engine)
         yield token
 
 
 def _first_by_itself(engine: KvEngine, count: int, token: int) -> Iterator[int]:
-    """The first step runs again what was dropped; the others follow on the device."""
+    """The first step runs again what was dropped; the others follow on the device (of an engine that keeps
+    nothing, each runs by itself)."""
     first = _step(engine, token)
-    changes = engine.changes
+    mark = _mark(engine)
     yield first
-    _check_alone(engine, changes)
+    _check_alone(engine, mark)
     if count > 1:
-        yield from decode_ahead(engine, count - 1, first)
+        kept = engine.held_positions == engine.length
+        yield from (decode_ahead if kept else _by_steps)(engine, count - 1, first)
 
 
 def _landing(engine: KvEngine, run: AheadRun, token: int, count: int) -> Iterator[int]:
     """Hand out tokens as they land. The engine holds what was run for those; the rest is forgotten."""
-    changes = engine.changes
+    mark = _mark(engine)
     try:
         for index in range(count):
-            _check_alone(engine, changes)
+            _check_alone(engine, mark)
             landed = run.wait(index)
             engine.land(token)
-            token, changes = landed, engine.changes
+            token, mark = landed, _mark(engine)
             yield landed
     finally:
-        if engine.changes == changes:
+        if _mark(engine) == mark:
             engine.forget_ahead()
 
 
-def _check_alone(engine: KvEngine, changes: int) -> None:
-    if engine.changes != changes:
+def _mark(engine: KvEngine) -> tuple[int, int]:
+    return engine.changes, engine.taken_back
+
+
+def _check_alone(engine: KvEngine, mark: tuple[int, int]) -> None:
+    if _mark(engine) != mark:
         raise InvariantViolation("the engine was used for something else while its tokens were handed out")

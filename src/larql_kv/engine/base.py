@@ -12,18 +12,17 @@ import torch
 
 from larql_kv.engine.capture import mask_in_force, parse_mask
 from larql_kv.engine.ids import check_ids, token_list
-from larql_kv.engine.info import EngineInfo
+from larql_kv.engine.info import EngineFacts
 from larql_kv.errors import BackendFailure, InvariantViolation, RemoteError, StoreError
 from larql_kv.ffn.base import DenseFfn, FfnBackend
 from larql_kv.model.clock import NULL_CLOCK, StageClock, StageSummary
 from larql_kv.model.model import Model
-from larql_kv.policy import StatePolicy
 from larql_kv.spec import EngineSpec
 from larql_kv.state.bridge import CaptureMask
-from larql_kv.state.ledger import Ledger
 from larql_kv.state.tokens import TokenLog
 
 if TYPE_CHECKING:
+    from larql_kv.backends.draw import Draw
     from larql_kv.engine.ahead import AheadRun, StepExecutor
     from larql_kv.engine.generate import Token
 
@@ -40,7 +39,7 @@ _RUN_TIME_FAILURES = (
 PREFILL_ROWS = 512  # rows run at once: bounds the workspace of a long prompt
 
 
-class KvEngine:
+class KvEngine(EngineFacts):
     """One sequence on one model under one engine spec.
 
     Not thread-safe. A call that fails or is interrupted leaves the engine as it was before the call.
@@ -57,7 +56,9 @@ class KvEngine:
         self.capture = self._capture_by(None)
         self._tokens = TokenLog()
         self._rows_ffn: FfnBackend | None = None  # the FFN that the kept rows went through
+        self._path = ""  # that the last call ran on, where the backend has several
         self.changes = 0  # goes up whenever tokens come or go, so that a generator sees it was overtaken
+        self.taken_back = 0  # goes up whenever steps that ran ahead of the tokens are trimmed away
         self.reused_tokens = 0  # of the last prompt given to `generate`
         self.recomputed_tokens = 0  # of the last call: tokens held before it that had to be run again
 
@@ -140,8 +141,10 @@ class KvEngine:
         first = state.length
         ids = self._tokens.since(first)
         executor: StepExecutor | None = getattr(self.model.decoder, "step_executor", None)
-        if len(ids) == 1 and executor is not None and clock is NULL_CLOCK and self.served_by(executor):
-            return self._finite(executor.step(state, int(ids[0])))
+        if executor is not None:
+            if len(ids) == 1 and self.served_by(executor):
+                return self._finite(executor.step(state, int(ids[0])))
+            self._path = "eager"
         rows_at_once = getattr(self.model.decoder, "prefill_rows", PREFILL_ROWS)
         kept = []
         for start in range(0, len(ids), rows_at_once):
@@ -197,19 +200,29 @@ class KvEngine:
         return decode_ahead(self, count, token_id)
 
     def served_by(self, executor: StepExecutor) -> bool:
-        """Whether `executor` can run this engine's steps."""
-        return executor.serves(self._state, self.ffn)
+        """Whether `executor` can run this engine's next step (never with the stage timers on)."""
+        served = self._state.clock is NULL_CLOCK and executor.serves(self._state, self.ffn)
+        if served:
+            self._path = executor.path
+        return served
 
-    def enqueue(self, executor: StepExecutor, token: int, count: int) -> AheadRun | None:
-        """Enqueue `count` steps from `token` on; their tokens join the sequence as they `land`. None where
-        the steps have to run layer by layer."""
-        self.forget_ahead()
+    def enqueue(
+        self, executor: StepExecutor, after: int | AheadRun, count: int, draw: Draw | None = None
+    ) -> AheadRun | None:
+        """Enqueue `count` steps from the token `after` on, or from the one that the run `after` chooses last;
+        they choose the largest logit, or draw. Tokens join the sequence as they `land`. None where the steps
+        have to run layer by layer."""
+        self.check_ffn()
+        if isinstance(after, int):
+            self.forget_ahead()
+        if self._state.clock is not NULL_CLOCK:
+            return None
         with self._guarded(len(self._tokens)):
-            if self._state.clock is not NULL_CLOCK or not self.served_by(executor):
+            if not self.served_by(executor):
                 return None
             self.changes += 1
             self.recomputed_tokens = 0
-            return executor.run_ahead(self._state, token, count)
+            return executor.run_ahead(self._state, after, count, draw)
 
     def land(self, token: int) -> None:
         """The step that ran `token` is done: the sequence has one token more."""
@@ -219,24 +232,10 @@ class KvEngine:
     def forget_ahead(self) -> None:
         """Trim steps that were enqueued and whose tokens nobody took."""
         if self._state.length > len(self._tokens):
-            self._cut(len(self._tokens))
+            self.taken_back += 1
+            self._state.trim(len(self._tokens))
 
     # -- time ----------------------------------------------------------------------------------------
-
-    @property
-    def length(self) -> int:
-        """How many tokens the sequence has."""
-        return len(self._tokens)
-
-    @property
-    def tokens(self) -> list[int]:
-        """The ids of the sequence so far."""
-        return self._tokens.to_list()
-
-    @property
-    def held_positions(self) -> int:
-        """Positions that the next call need not run again (0 for `no-cache`)."""
-        return self._state.length
 
     def reset(self) -> None:
         """Start over with an empty sequence."""
@@ -293,59 +292,10 @@ class KvEngine:
 
     # -- state ---------------------------------------------------------------------------------------
 
-    @property
-    def policy(self) -> StatePolicy:
-        return self.spec.policy
-
-    @property
-    def is_reference(self) -> bool:
-        """Whether this engine is the one that `Exact` names."""
-        return self.spec.is_reference
-
-    @property
-    def widest_window(self) -> int:
-        """The widest window below the model's context that rows retire behind, 0 for none."""
-        windows = [layer.window or 0 for layer in self.model.config.layers] + [self.window_tokens]
-        below = [window for window in windows if window < self.model.config.context]
-        return max(below, default=0) if self._state.keeps_rows else 0
-
-    @property
-    def info(self) -> EngineInfo:
-        doc = (self.spec.__doc__ or "").strip().splitlines()[0]
-        name, _, config = self.spec.text.partition(":")
-        return EngineInfo(name, doc, self.model.decoder.name, config, str(self.capture))
-
-    def ledger(self) -> Ledger:
-        """Bytes of every tensor this engine holds (weights are the model's)."""
-        return Ledger([self._tokens.ledger_entry("canonical"), *self._state.entries()])
-
-    @property
-    def memory_bytes(self) -> int:
-        """All bytes the engine holds, allocated."""
-        return self.ledger().capacity
-
-    @property
-    def cold_bytes(self) -> int:
-        """Bytes of the cold tier, allocated."""
-        return self.ledger().total(tier="cold", capacity=True)
-
-    @property
-    def window_tokens(self) -> int:
-        """The engine's own window in tokens, 0 without one."""
-        return getattr(self.spec, "window", None) or 0
-
     def drop_derivative(self) -> int:
         """Let all derivative state go; the next step derives it again. Returns the bytes freed."""
         self.forget_ahead()
         return self._state.drop_derivative()
-
-    def read_forms(self) -> dict[str, float]:
-        """Of all rows that attention read, the share read in each form (dtype or codec)."""
-        total = sum(self._state.rows_read.values()) or 1
-        return {form: count / total for form, count in self._state.rows_read.items()}
-
-    def coded_share(self) -> float | None:
-        return self._state.coded_share()
 
     # -- choosing ------------------------------------------------------------------------------------
 
@@ -368,7 +318,8 @@ class KvEngine:
 
     def profile(self, on: bool = True) -> None:
         """Switch the stage timers on (from zero) or off."""
-        self._state.clock = StageClock() if on else NULL_CLOCK
+        sync = getattr(self.model.decoder, "synchronize", None)
+        self._state.clock = StageClock(sync) if on else NULL_CLOCK
 
     def stage_summary(self) -> StageSummary | None:
         """Mean microseconds per call by stage, or None when `profile` is off."""

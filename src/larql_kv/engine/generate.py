@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from larql_kv.engine.base import KvEngine, token_list
-from larql_kv.engine.sampling import Sampler, SamplingOptions
-from larql_kv.errors import EmptyPrompt, InvariantViolation
+from larql_kv.engine.base import KvEngine
+from larql_kv.engine.ids import token_list
+from larql_kv.engine.sampling import SamplingOptions
+from larql_kv.engine.source import token_source
+from larql_kv.errors import EmptyPrompt
 from larql_kv.ffn.base import FfnBackend
 
 __all__ = ["SamplingOptions", "Token", "generate", "generate_with_engine"]
@@ -44,30 +46,23 @@ def generate(
 
 
 def _tokens(engine: KvEngine, ids: list[int], max_tokens: int, options: SamplingOptions) -> Iterator[Token]:
-    hidden = prefill_reusing(engine, ids)
-    sampler, text = Sampler(options), _TextStream(engine, options.stop_strings)
+    source = token_source(engine, prefill_reusing(engine, ids), options)
+    text, context = _TextStream(engine, options.stop_strings), engine.model.config.context
     stop_ids = frozenset() if options.ignore_stop_tokens else engine.model.tokenizer.stop_ids
-    penalised = options.repetition_penalty != 1.0
-    for count in range(1, max_tokens + 1):
-        logits = engine.logits(hidden)
-        token = sampler.choose(logits, torch.tensor(engine.tokens) if penalised else _NONE)
-        piece, stopped = ("", True) if token in stop_ids else text.push(token)
-        finish = "stop" if stopped else "length" if count == max_tokens else None
-        if finish is None and engine.length >= engine.model.config.context:
-            finish = "context"
-        if finish is not None:
-            tail, stopped = text.flush()
-            piece, finish = piece + tail, "stop" if stopped else finish
-        changes = engine.changes
-        yield Token(token, piece, finish, logits if options.with_logits else None)
-        if finish is not None:
-            return
-        if engine.changes != changes:
-            raise InvariantViolation("the engine was used for something else while this text was generated")
-        hidden = engine.decode_step(token)
-
-
-_NONE = torch.empty(0, dtype=torch.int64)
+    try:
+        for count in range(1, max_tokens + 1):
+            limit = "length" if count == max_tokens else "context" if len(ids) + count > context else None
+            token, logits = source.next(more=limit is None)
+            piece, stopped = ("", True) if token in stop_ids else text.push(token)
+            finish = "stop" if stopped else limit
+            if finish is not None:
+                tail, stopped = text.flush()
+                piece, finish = piece + tail, "stop" if stopped else finish
+            yield Token(token, piece, finish, logits if options.with_logits else None)
+            if finish is not None:
+                return
+    finally:
+        source.close()
 
 
 def prefill_reusing(engine: KvEngine, ids: list[int]) -> torch.Tensor:

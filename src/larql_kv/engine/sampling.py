@@ -62,6 +62,7 @@ class Sampler:
     def choose(self, logits: torch.Tensor, seen: torch.Tensor) -> int:
         """The next id from logits (1, vocab) float32; `seen` holds the ids so far, int64 (n,)."""
         options = self._options
+        logits = logits.cpu()  # the random stream is the host's
         if options.repetition_penalty != 1.0 and len(seen):
             logits = penalised(logits, seen, options.repetition_penalty)
         if options.temperature == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 STAGES = (
@@ -31,7 +32,12 @@ NULL_CLOCK = Clock()
 
 @dataclass
 class StageClock(Clock):
-    """A clock that is on. `seconds` holds exclusive time by stage."""
+    """A clock that is on. `seconds` holds exclusive time by stage.
+
+    `sync` waits for a device that runs behind the program: what a stage has launched is charged to it.
+    """
+
+    sync: Callable[[], None] | None = None
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*STAGES, "other"), 0.0))
     steps: int = 0
@@ -39,7 +45,7 @@ class StageClock(Clock):
     _since: float = field(default_factory=time.perf_counter)
 
     def switch(self, stage: str) -> str:
-        now = time.perf_counter()
+        now = self._now()
         ended = self._stage
         self.seconds[ended] += now - self._since
         self._stage, self._since = stage, now
@@ -47,11 +53,16 @@ class StageClock(Clock):
 
     def restart(self) -> None:
         """Begin a step: what lies between steps is charged to nobody."""
-        self._stage, self._since = "other", time.perf_counter()
+        self._stage, self._since = "other", self._now()
 
     def finish(self) -> None:
         self.switch("other")
         self.steps += 1
+
+    def _now(self) -> float:
+        if self.sync is not None:
+            self.sync()
+        return time.perf_counter()
 
 
 @dataclass(frozen=True)

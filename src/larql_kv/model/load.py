@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from larql_kv.backends import check_device
+from larql_kv.backends import check_device, use_card
 from larql_kv.errors import BackendUnavailable, ModelError
 from larql_kv.model.catalog import HubId, resolve
 
@@ -120,11 +120,22 @@ class Form:
         asked = str(self.dtype).removeprefix("torch.") not in ("None", "auto")
         if self.device != "cpu" and exact and asked:
             raise BackendUnavailable(
-                "device 'cuda' has no float32 form: K/V are bfloat16 there; leave dtype out, or use device 'cpu'"
+                f"device {self.device!r} has no float32 form: K/V are bfloat16 there; leave dtype out, or "
+                "use device 'cpu'"
             )
-        if self.device == "cpu" and self.activations is not None:
+        if self.activations is not None:
+            self._check_activations()
+
+    def _check_activations(self) -> None:
+        if self.device == "cpu":
             raise BackendUnavailable(
                 f"activations {self.activations!r} is a setting of device 'cuda'; on 'cpu' leave it out"
+            )
+        from larql_kv.backends.cuda.weights import ACTIVATIONS
+
+        if self.activations not in ACTIVATIONS:
+            raise BackendUnavailable(
+                f"activations {self.activations!r} are not offered on cuda; offered: {', '.join(ACTIVATIONS)}"
             )
 
     def decoder(self, config: Any, source: Any, ropes: list[Any]) -> Decoder:
@@ -135,11 +146,15 @@ class Form:
             return CpuDecoder(config, source, ropes, is_exact(self.dtype))
         import torch
 
-        from larql_kv.backends import interpreted
         from larql_kv.backends.cuda.decoder import CudaDecoder
 
-        device = torch.device("cpu" if interpreted() else self.device)
-        return CudaDecoder(config, source, ropes, device, self.activations)
+        device = use_card(self.device)
+        try:
+            return CudaDecoder(config, source, ropes, device, self.activations)
+        except torch.OutOfMemoryError as error:
+            raise BackendUnavailable(
+                f"the model does not fit the memory of {self.device!r}: {error}"
+            ) from error
 
 
 def is_exact(dtype: Any) -> bool:

@@ -46,8 +46,8 @@ def random_model(
 ) -> Model:
     """A model of that shape (`gemma3-4b`, `qwen3-4b:q8_0`, ...) whose weights depend on `seed` alone.
 
-    `dtype` and `activations` as in `load_model`. Its tokenizer knows single bytes, and it has no stop ids. Raises ModelError
-    for an unknown shape or mix, BackendUnavailable for a device without a backend.
+    `dtype` and `activations` as in `load_model`. Its tokenizer knows single bytes, and it has no stop ids.
+    Raises ModelError for an unknown shape or mix, BackendUnavailable for a device without a backend.
     """
     from larql_kv.model.load import Form, assemble
     from larql_kv.model.tokenizer import Tokenizer

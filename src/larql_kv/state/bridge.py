@@ -109,6 +109,11 @@ class HostBridge:
         """(2, layers, width): the device buffer that a step at position p writes half p & 1 of."""
         return self._transit.staging
 
+    @property
+    def transit(self) -> Transit:
+        """Holds `staging`; the engines on a model share it, and it is gone when nobody holds it."""
+        return self._transit
+
     # -- a chunk of the forward pass -----------------------------------------------------------------
 
     def begin(self, first: int, count: int) -> None:

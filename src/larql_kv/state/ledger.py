@@ -35,6 +35,16 @@ def entry(
     return LedgerEntry(name, place, role, live, storage.nbytes(), storage.data_ptr(), tier)
 
 
+def shared_entries(decoder: object) -> list[LedgerEntry]:
+    """What a backend keeps for all engines on its model: workspace, named so; nothing on most backends."""
+    workspaces: dict[str, list[torch.Tensor]] = getattr(decoder, "workspaces", dict)()
+    return [
+        entry(f"{name} (shared)", "workspace", tensor, tensor.untyped_storage().nbytes())
+        for name, tensors in workspaces.items()
+        for tensor in tensors
+    ]
+
+
 class Ledger:
     """Entries of one engine, or of several (`combined`), each storage counted once."""
 

@@ -40,6 +40,7 @@ class AttentionScratch:
     acc: torch.Tensor  # float32 (kv_heads, splits, group, head_dim), or more splits than a launch has
     peak: torch.Tensor  # float32 (kv_heads, splits, group): the largest score
     mass: torch.Tensor  # float32 (kv_heads, splits, group): sum of exp2(score - peak)
+    score: torch.Tensor  # float32 (kv_heads, group): of the new row
     arrived: torch.Tensor  # int32 (kv_heads,)
 
     @classmethod
@@ -52,12 +53,13 @@ class AttentionScratch:
             torch.empty(*split, head_dim, device=device),
             torch.empty(split, device=device),
             torch.empty(split, device=device),
+            torch.empty(kv_heads, group, device=device),
             torch.zeros(kv_heads, dtype=torch.int32, device=device),
         )
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.acc, self.peak, self.mass, self.arrived))
+        return sum(t.nbytes for t in (self.acc, self.peak, self.mass, self.score, self.arrived))
 
 
 def attention_step(
@@ -106,7 +108,8 @@ def attention_step(
         raise ValueError(f"planes need heads of a multiple of 32 values, not {head_dim}")
     if splits > partials.acc.shape[1]:
         raise ValueError(f"{splits} splits, but partial results have room for {partials.acc.shape[1]}")
-    wide = triton.next_power_of_2(math.ceil(group * head_dim / 32))
+    # at least four groups a warp: a thread then has all splits of its values, and warps exchange nothing
+    wide = max(4 * warps, triton.next_power_of_2(math.ceil(group * head_dim / 32)))
     constants: dict[str, Any] = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -143,6 +146,7 @@ def attention_step(
         partials.acc,
         partials.peak,
         partials.mass,
+        partials.score,
         partials.arrived,
         out,
         None if planes is None else planes.q,

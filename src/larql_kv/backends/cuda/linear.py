@@ -36,7 +36,6 @@ def nothing(device: torch.device) -> torch.Tensor:
 class Norm:
     """The prologue: x + update -> x_out; its norm is what the matrix multiplies.
 
-    `early`: x was written by a kernel at least two launches back, so it may be read before the wait.
     `keep`: the residual pages and their device table, for the row of position `pos`. `stage`: a bfloat16 row
     that gets a copy for the host.
     """
@@ -47,7 +46,6 @@ class Norm:
     weight: torch.Tensor
     x_out: torch.Tensor
     eps: float
-    early: bool = True
     pos: torch.Tensor | None = None
     keep_table: torch.Tensor | None = None
     keep_ring: int = 0
@@ -209,7 +207,6 @@ class RowLinear:
             **_norm_switches(before),
             **_after_switches(after),
             BIAS=biases[0] is not None,
-            EARLY=isinstance(before, Norm) and before.early,
             PDL=pdl,
             num_warps=a.tile.warps,
             num_stages=1,

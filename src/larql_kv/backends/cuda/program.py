@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -17,7 +18,7 @@ from larql_kv.backends.cuda.attention_step import (
     splits_for,
     stages_for,
 )
-from larql_kv.backends.cuda.decoder import empty_activation
+from larql_kv.backends.cuda.decoder import empty_activation, to_device
 from larql_kv.backends.cuda.linear import Glu, Head, Norm, RowLinear, last_norm, quantise_row
 from larql_kv.backends.cuda.planes import Planes
 from larql_kv.backends.cuda.unpack import gather_into
@@ -25,6 +26,7 @@ from larql_kv.errors import BackendFailure
 
 if TYPE_CHECKING:
     from larql_kv.backends.cuda.decoder import CudaDecoder
+    from larql_kv.backends.cuda.step import StepRun
     from larql_kv.state.base import StepRows
 
 _BLOCK = 64  # rows of a state block
@@ -67,9 +69,10 @@ class StepBuffers:
         pinned = device.type == "cuda"
         self._landed = torch.full((_SLOTS,), sample.EMPTY, dtype=torch.int32, pin_memory=pinned)
         self._landed_view = self._landed.numpy()
-        self._sequence = torch.zeros(1, dtype=torch.int32, device=device)  # steps that chose a token
-        self._opened = 0
-        self.capacity = 0
+        self._sequence = torch.zeros(1, dtype=torch.int32, device=device)  # choices made
+        self._opened = 0  # choices enqueued
+        self._unread: weakref.WeakSet[StepRun] = weakref.WeakSet()
+        self._least, self.capacity = capacity, 0
         self.grow(capacity)
 
     def grow(self, positions: int) -> None:
@@ -77,7 +80,7 @@ class StepBuffers:
         if positions <= self.capacity:
             return
         config, device = self._decoder.config, self._decoder.device
-        self.capacity = max(1024, 1 << (positions - 1).bit_length())
+        self.capacity = max(self._least, 1 << (positions - 1).bit_length())
         for rope in self._decoder.rope_tables:
             rope.grow(self.capacity)
         shape = (config.layer_count, self.capacity // _BLOCK)
@@ -105,7 +108,7 @@ class StepBuffers:
             for layer, paged in enumerate(pages):
                 count = min(len(paged.table), self._host_tables.shape[1])
                 self._host_tables[layer, :count] = paged.table[:count]
-            table.copy_(self._host_tables, non_blocking=True)  # pageable: staged before this returns
+            table.copy_(to_device(self._host_tables, table.device))
 
     def set_token(self, token: int) -> None:
         self.token.fill_(token)
@@ -115,20 +118,33 @@ class StepBuffers:
 
     # -- tokens that the device chose ------------------------------------------------------------------
 
-    def open_slot(self) -> int:
-        """Where the next choice will land. Slots go round; nobody reads one that old."""
-        slot = self._opened % _SLOTS
-        if slot % (_SLOTS // 2) == 0 and self._opened:
+    def open_choice(self) -> int:
+        """The number of the choice that is enqueued next. Slots go round: what lies in those that come now is
+        read first."""
+        number = self._opened
+        if number % (_SLOTS // 2) == 0 and number:
             self.synchronize()  # no step that is still under way may use the slots that come now
-        self._landed_view[slot] = sample.EMPTY
+            for run in list(self._unread):
+                run.collect()
+        self._landed_view[number % _SLOTS] = sample.EMPTY
         self._opened += 1
-        return slot
+        return number
 
-    def landed(self, slot: int, patience: float) -> int:
-        """The token of that slot, waited for without a device call; after `patience` seconds with one.
+    def realign(self) -> None:
+        """After a step that was given up half-way: count the choices that the device made."""
+        self.synchronize()
+        self._opened = int(self._sequence)
+
+    def watch(self, run: StepRun) -> None:
+        """`run` is asked to collect its tokens before their slots are used again."""
+        self._unread.add(run)
+
+    def landed(self, number: int, patience: float) -> int:
+        """The token of that choice, waited for without a device call; after `patience` seconds with one.
 
         Raises BackendFailure when it never comes.
         """
+        slot = number % _SLOTS
         deadline = time.perf_counter() + patience
         while (token := int(self._landed_view[slot])) == sample.EMPTY:
             if time.perf_counter() > deadline or self.token.device.type == "cpu":
@@ -141,17 +157,25 @@ class StepBuffers:
     def choose(self, ending: Ending, pdl: bool) -> None:
         """The step's last launches: the next token, for the device and for the host."""
         if ending is Ending.SAMPLE:
-            sample.draw(self.logits, self.sampling, self.position, self.token, self._landed, self._sequence)
+            self.draw(self.logits)
         else:
             sample.choose_largest(self.best, self.best_at, self.token, self._landed, self._sequence, pdl)
 
+    def draw(self, logits: torch.Tensor) -> None:
+        """Draw the token of `position` from logits (vocab,) by `sampling`."""
+        sample.draw(logits, self.sampling, self.position, self.token, self._landed, self._sequence)
+
     def synchronize(self) -> None:
-        if self.token.device.type == "cuda":  # pragma: cuda only
-            torch.cuda.synchronize(self.token.device)
+        """Wait for the device. Raises BackendFailure when it reports an error."""
+        try:
+            self._decoder.synchronize()
+        except RuntimeError as error:
+            raise BackendFailure(f"the device failed: {error}") from error
 
     def saved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What a warm-up run would change, with copies."""
-        return [(item, item.clone()) for item in (self.position, self.token, self._sequence)]
+        """What a warm-up run would change, with copies (nothing may be under way). The slot that its choice
+        lands in is one of them: the host must not take it for the real one."""
+        return [(item, item.clone()) for item in (self.position, self.token, self._sequence, self._landed)]
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """Every tensor here, for the ledger."""
@@ -195,6 +219,7 @@ class StepProgram:
         self._windows = [window or 0 for window in rows.windows]
         self._keep_rings = None if rows.residual is None else [pages.ring or 0 for pages in rows.residual]
         bridge = rows.bridge
+        self._transit = None if bridge is None else bridge.transit  # its buffer's address is in the graph
         self._staging = None if bridge is None else bridge.staging[position & 1]
         self._stages_kv = bridge is not None and bridge.full
         self.kernels = 0
@@ -261,7 +286,6 @@ class StepProgram:
             at.attn_norm,
             buffers.x[1 - now],
             config.norm_eps,
-            early=layer > 0,
             pos=buffers.position,
             keep_table=None if self._keep_rings is None else buffers.row_tables[layer],
             keep_ring=0 if self._keep_rings is None else self._keep_rings[layer],
@@ -281,6 +305,7 @@ class StepProgram:
         ring, window = self._rings[layer], self._windows[layer]
         most = min(ring, buffers.capacity) if ring else buffers.capacity
         splits = splits_for(most, config.kv_heads, head_dim=config.head_dim)
+        stages = stages_for(most, splits)
         staged = self._staging[layer, config.hidden :] if self._staging is not None else None
         attention_step(
             buffers.qkv,
@@ -299,7 +324,8 @@ class StepProgram:
             ring=ring,
             window=window,
             splits=splits,
-            stages=stages_for(most, splits),
+            stages=stages,
+            warps=8 if stages == 1 else 4,
             partials=buffers.attention,
             planes=planes if direct else None,
             out=None if direct else buffers.attended,

@@ -18,7 +18,7 @@ EMPTY = -2  # a slot whose token has not landed
 
 @dataclass(frozen=True)
 class SamplingBuffers:
-    """The settings a captured draw reads: one graph serves every temperature, top-k, top-p, min-p and seed."""
+    """The settings a captured draw reads: one graph serves all temperatures, cuts and seeds."""
 
     numbers: torch.Tensor  # float32 (3,): temperature, top_p, min_p
     top_k: torch.Tensor  # int64 (1,); the vocabulary's size or more: off

@@ -1,15 +1,15 @@
 """Decode steps as captured graphs: one launch a token, every length and position read on the device.
 
-A graph belongs to a capacity (it doubles, so a growing text is captured O(log n) times), to what the state keeps
-besides K/V, and to what ends the step. Engines on one model take turns with the same graphs: what is theirs
-(block addresses, position, token) lies in device tables that are written when another state comes.
+A graph belongs to a capacity (it doubles, so a growing text is captured O(log n) times), to what the state
+keeps besides K/V, and to what ends the step. Engines on one model take turns with the same graphs: what is
+theirs (block addresses, position, token) lies in device tables that are written when another state comes.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,7 @@ from larql_kv.errors import BackendFailure
 
 if TYPE_CHECKING:
     from larql_kv.backends.cuda.decoder import CudaDecoder
+    from larql_kv.backends.draw import Draw
     from larql_kv.ffn.base import FfnBackend
     from larql_kv.state.base import State, StepRows
 
@@ -33,12 +34,21 @@ class StepExecutor:
         self._decoder = decoder
         self._buffers: StepBuffers | None = None
         self._programs: dict[tuple[object, ...], StepProgram] = {}
-        self._bound: tuple[StepRows, int] | None = None  # whose tables are on the device, at which version
-        self._next = -1  # position and token that the device would run by itself
+        # Whose tables are on the device, at which version. Weak: a dropped conversation holds nothing.
+        self._bound: tuple[weakref.ref[StepRows], int] | None = None
+        self._next = -1  # position that the device would run by itself
+        self._chosen = -1  # number of the choice that is the device's token; -1: the host set it
+        self._draw: Draw | None = None  # the settings that the device holds
+        self._whole = True  # whether the last step was enqueued to its end
         self.capture_seconds: list[float] = []  # of each graph captured so far
         self.steps = 0  # steps that ran as graphs
 
     # -- asked by engines ------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """How steps run here, for results: "graph", or "interpreter" without a card."""
+        return "graph" if self._decoder.device.type == "cuda" else "interpreter"
 
     def serves(self, state: State, ffn: FfnBackend) -> bool:
         """Whether the next step of this state under this FFN runs as a graph."""
@@ -52,17 +62,35 @@ class StepExecutor:
         self._enqueue(state, token, Ending.HIDDEN)
         return self._require_buffers().hidden[None].clone()
 
-    def run_ahead(
-        self, state: State, first_token: int | None, count: int, ending: Ending = Ending.GREEDY
-    ) -> StepRun:
-        """Enqueue `count` steps from `first_token` on (None: from the token chosen last); each one's choice
-        is the next one's token."""
+    def run_ahead(self, state: State, after: int | StepRun, count: int, draw: Draw | None = None) -> StepRun:
+        """Enqueue `count` steps, reading no token: the first runs the token `after`, or the one that the run
+        `after` chose last; each one's choice (the largest logit, or drawn by `draw`) is the next one's token.
+
+        Only where other steps came between `after` and these is its token waited for.
+        """
         buffers = self._require_buffers()
-        slots = []
-        for index in range(count):
-            slots.append(buffers.open_slot())
-            self._enqueue(state, first_token if index == 0 else None, ending)
-        return StepRun(buffers, slots)
+        if draw is not None:
+            self._set_draw(draw)
+        run = StepRun(buffers)
+        token = self._token_of(after)
+        for _ in range(count):
+            run.numbers.append(self._enqueue(state, token, Ending.GREEDY if draw is None else Ending.SAMPLE))
+            token = None
+        return run
+
+    def draw(self, logits: torch.Tensor, position: int, draw: Draw) -> int:
+        """Draw the token of `position` from logits (1, vocab) float32: what a step would draw from them.
+
+        Raises BackendFailure when they are not finite.
+        """
+        buffers = self._require_buffers()
+        self._set_draw(draw)
+        self._begin()
+        buffers.set_position(position)
+        number = buffers.open_choice()
+        buffers.draw(logits[0])
+        self._chosen, self._next, self._whole = number, position, True
+        return _valid(buffers.landed(number, _PATIENCE))
 
     def logits(self) -> torch.Tensor:
         """Logits (1, vocab) float32 of the last step that had an ending, a tensor of its own."""
@@ -73,7 +101,7 @@ class StepExecutor:
         self._require_buffers()
 
     def buffers(self) -> Iterable[torch.Tensor]:
-        """Every tensor the steps own on the device."""
+        """Every tensor the steps own."""
         return () if self._buffers is None else self._buffers.tensors()
 
     @property
@@ -88,29 +116,40 @@ class StepExecutor:
 
     # -- one step --------------------------------------------------------------------------------------
 
-    def _enqueue(self, state: State, token: int | None, ending: Ending) -> None:
+    def _begin(self) -> None:
+        """What the device's token, position and choices are is unknown until the step was enqueued."""
+        if not self._whole:  # the last one was given up half-way
+            self._require_buffers().realign()
+        self._whole, self._chosen, self._next = False, -1, -1
+
+    def _enqueue(self, state: State, token: int | None, ending: Ending) -> int:
+        """Enqueue the step of `token` (None: of the token chosen last); returns the number of its choice, or
+        -1 where it makes none."""
         buffers = self._require_buffers()
-        position = state.length
+        position, next_position = state.length, self._next
         state.begin(position, 1)
         rows = state.step_rows()
         if rows is None:
             raise BackendFailure("this state cannot run as a captured step now")
         version = rows.reserve(position)
         buffers.grow(position + 1)
+        self._begin()
         program = self._program(rows, position, ending)
-        if self._bound is None or self._bound[0] is not rows or self._bound[1] != version:
+        bound = self._bound
+        if bound is None or bound[0]() is not rows or bound[1] != version:
             buffers.upload(rows)
-            self._bound = (rows, version)
+            self._bound = (weakref.ref(rows), version)
         if token is not None:
             buffers.set_token(token)
-        if self._next != position:
+        if next_position != position:
             buffers.set_position(position)
-        self._next = -1  # until this step is enqueued
+        number = -1 if ending is Ending.HIDDEN else buffers.open_choice()
         program.replay()
-        self._next = position + 1
+        self._chosen, self._next, self._whole = number, position + 1, True
         self.steps += 1
         state.count_step(position)
         state.commit(position + 1)
+        return number
 
     def _program(self, rows: StepRows, position: int, ending: Ending) -> StepProgram:
         buffers = self._require_buffers()
@@ -125,6 +164,7 @@ class StepExecutor:
             ending,
         )
         if key not in self._programs:
+            buffers.synchronize()  # a graph that is dropped must not be under way
             self._programs = {old: kept for old, kept in self._programs.items() if old[0] == buffers.capacity}
             self._bound = None  # the warm-up below needs the tables
             buffers.upload(rows)
@@ -132,8 +172,18 @@ class StepExecutor:
             begin = time.perf_counter()
             self._programs[key] = StepProgram(self._decoder, buffers, rows, position, ending)
             self.capture_seconds.append(time.perf_counter() - begin)
-            self._next = -1
         return self._programs[key]
+
+    def _token_of(self, after: int | StepRun) -> int | None:
+        """The token to run after that; None where the device has it."""
+        if isinstance(after, StepRun):
+            return None if after.numbers[-1] == self._chosen else after.wait(-1)
+        return after
+
+    def _set_draw(self, draw: Draw) -> None:
+        if draw != self._draw:
+            self._require_buffers().sampling.set(*draw)
+            self._draw = draw
 
     def _require_buffers(self) -> StepBuffers:
         if self._buffers is None:
@@ -141,19 +191,32 @@ class StepExecutor:
         return self._buffers
 
 
-@dataclass
 class StepRun:
     """Steps that were enqueued; `wait(i)` gives the token that step i chose."""
 
-    buffers: StepBuffers
-    slots: list[int]
+    def __init__(self, buffers: StepBuffers) -> None:
+        self._buffers = buffers
+        self.numbers: list[int] = []  # of the choices
+        self._tokens: dict[int, int] = {}  # collected before their slots were used again
+        buffers.watch(self)
 
     def wait(self, index: int) -> int:
         """The token, as soon as the device has written it.
 
         Raises BackendFailure when the step had no finite logits, or the device failed.
         """
-        token = self.buffers.landed(self.slots[index], _PATIENCE)
-        if token < 0:
-            raise BackendFailure("the logits are not finite: are the head's weights corrupt?")
-        return token
+        number = self.numbers[index]
+        token = self._tokens.get(number)
+        return _valid(self._buffers.landed(number, _PATIENCE) if token is None else token)
+
+    def collect(self) -> None:
+        """Keep every token; all have landed."""
+        for number in self.numbers:
+            if number not in self._tokens:
+                self._tokens[number] = self._buffers.landed(number, 0.0)
+
+
+def _valid(token: int) -> int:
+    if token < 0:
+        raise BackendFailure("the logits are not finite: are the head's weights corrupt?")
+    return token

@@ -8,9 +8,9 @@ from larql_kv.backends.cuda.packed import Tile
 _TUNED = {
     ("qkv", ""): Tile(32, 16, 4, 5),
     ("o", ""): Tile(8, 64, 4, 1),
-    ("gate_up", ""): Tile(64, 16, 4, 1),
+    ("gate_up", ""): Tile(64, 16, 4, 2, 168),
     ("down", ""): Tile(8, 64, 4, 3),
-    ("head", ""): Tile(32, 16, 4, 0),
+    ("head", ""): Tile(64, 16, 4, 0),
 }
 
 

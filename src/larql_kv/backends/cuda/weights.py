@@ -51,7 +51,7 @@ class LayerWeights:
 
 
 class Weights:
-    """Everything of a model that a step reads. Tensors go to the device one at a time, from the mapped file."""
+    """All of a model that a step reads. Tensors go to the device one at a time, from the mapped file."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Attention of one new token over one layer's paged K/V: norm, RoPE, append, split-K, combine, quantise.
 
 Programs (kv_heads, SPLITS). A program attends for the query heads of one K/V head over a run of whole 64-row
-tiles (a tile is a block). Programs without a tile leave at once; the last one with tiles also makes, writes and
-attends the new row; the last to arrive combines the partial results, always in the same order.
+tiles (a tile is a block). Programs without a tile leave at once; the last one with tiles also makes and
+writes the new row; the last to arrive combines the partial results and the new row, always in the same order.
 
 Heads are taken as their two RoPE halves throughout: no exchange is needed to rotate, and each half is a
 matrix operand of its own. (Products the other way round, K q and V' p with 64-tall Hopper instructions, gave
@@ -16,7 +16,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from larql_kv.backends.cuda.kernels.common import INT, store_planes, to_bf16, wait_for_previous
+from larql_kv.backends.cuda.kernels.common import (
+    INT,
+    as_int,
+    load_here,
+    store_here,
+    store_here_bf16,
+    store_planes,
+    to_bf16,
+    wait_for_previous,
+)
 
 TILE: tl.constexpr = tl.constexpr(64)  # rows of a block (state/pages.py)
 LOW: tl.constexpr = tl.constexpr(-1e30)  # below every score, and finite: LOW - LOW is 0
@@ -92,26 +101,28 @@ def fold_tile(qa, qb, ka, kb, va, vb, live, peak, mass, acc_a, acc_b, cap, HAS_C
 
 @triton.jit
 def combine(
-    acc_ptr, peak_ptr, mass_ptr, active, h,
+    acc_ptr, peak_ptr, mass_ptr, score_ptr, v_new, active, h,
     out, planes_q, planes_scale, planes_sums, planes_stride,
     GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
     WRITE_F32: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """The first `active` of SPLITS partial results of K/V head h. Values are taken as flat groups of 32."""
+    """The new row (its scores at `score_ptr`, its V at `v_new`) and the first `active` of SPLITS partial
+    results of K/V head h. Values are taken as flat groups of 32."""
     group = tl.arange(0, WIDE)[:, None]
     flat = group * 32 + tl.arange(0, 32)[None, :]
     valid = flat < GROUP * D
     head = group * 32 // D if D % 32 == 0 else flat // D  # mostly a group's values belong to one head
-    peak = tl.full(head.shape, LOW, tl.float32)
-    mass = tl.zeros(head.shape, tl.float32)
-    total = tl.zeros([WIDE, 32], tl.float32)
+    known = head < GROUP
+    peak = load_here(score_ptr + h * GROUP + head, known, 0.0)
+    mass = tl.full(head.shape, 1.0, tl.float32)
+    total = to_bf16(tl.load(v_new + h * D + flat % D, mask=valid, other=0.0)).to(tl.float32)
     for chunk in tl.static_range((SPLITS + CHUNK - 1) // CHUNK):
         split = chunk * CHUNK + tl.arange(0, CHUNK)[None, :, None]
-        here = (split < active) & (head < GROUP)[:, None, :]
         at = (h * SPLITS + split) * GROUP + head[:, None, :]
-        # .cg: written by other processors in this launch, so never from the first-level cache
-        peaks = tl.load(peak_ptr + at, mask=here, other=LOW, cache_modifier=".cg")
-        masses = tl.load(mass_ptr + at, mask=here, other=0.0, cache_modifier=".cg")
+        here = (split < active) & known[:, None, :]
+        peaks = load_here(peak_ptr + at, here, -1.0e30)
+        masses = load_here(mass_ptr + at, here, 0.0)
+        # .cg: past the first-level cache, as `load_here`
         part = tl.load(
             acc_ptr + (h * SPLITS + split) * (GROUP * D) + flat[:, None, :],
             mask=(split < active) & valid[:, None, :],
@@ -124,22 +135,23 @@ def combine(
         mass = mass * shrink + tl.sum(weight * masses, 1)
         total = total * shrink + tl.sum(weight * part, 1)
         peak = higher
-    z = tl.where(valid, total / mass, 0.0)
+    z = total / mass
     if WRITE_F32:
         tl.store(out + h * (GROUP * D) + flat, z, mask=valid)
     if BITS > 0:
         groups: tl.constexpr = GROUP * D // 32
         g = tl.arange(0, WIDE)
         store_planes(
-            z, h * groups + g, g < groups, planes_q, planes_scale, planes_sums, planes_stride, BITS
+            tl.where(valid, z, 0.0), h * groups + g, g < groups,
+            planes_q, planes_scale, planes_sums, planes_stride, BITS,
         )  # fmt: skip
 
 
 @triton.jit
-def rotated(a, b, norm_a, norm_b, c, n, size_sum, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Both halves of a head (or of heads), normed by the sum of their squares, and rotated."""
+def rotated(a, b, norm_a, norm_b, c, n, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Both halves (R, HALF_PAD) of heads, normed and rotated; padding holds zeros."""
     if HAS_NORM:
-        size = tl.rsqrt(size_sum / D + eps)
+        size = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
         a = a * size * norm_a
         b = b * size * norm_b
     return a * c - b * n, b * c + a * n
@@ -148,7 +160,7 @@ def rotated(a, b, norm_a, norm_b, c, n, size_sum, eps, D: tl.constexpr, HAS_NORM
 @triton.jit
 def attention_step(
     qkv, table, pos_ptr, cos, sin, q_norm, k_norm, eps, q_scale, cap,
-    acc_ptr, peak_ptr, mass_ptr, arrived,
+    acc_ptr, peak_ptr, mass_ptr, score_ptr, arrived,
     out, planes_q, planes_scale, planes_sums, planes_stride, kv_stage,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     RING: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
@@ -159,10 +171,11 @@ def attention_step(
     """One new token in one layer.
 
     qkv float32 (heads + 2 kv_heads, D); table int64 block addresses; pos int32 (1,); cos, sin float32
-    (positions, D / 2); norms float32 (D,). Scores are scaled by `q_scale`, which holds log2(e) or, with a cap,
-    1 / cap; `cap` then holds cap * log2(e). Partial results: acc float32 (kv_heads, SPLITS, GROUP, D), peak
-    and mass (kv_heads, SPLITS, GROUP); `arrived` int32 (kv_heads,), zero and left zero. BITS 0: no planes.
-    RING, WINDOW 0: none. STAGES: depth of the K/V pipeline after the first tile of a run.
+    (positions, D / 2); norms float32 (D,). Scores are scaled by `q_scale`, which holds log2(e) or, with a
+    cap, 1 / cap; `cap` then holds cap * log2(e). Partial results: acc float32 (kv_heads, SPLITS, GROUP, D),
+    peak and mass (kv_heads, SPLITS, GROUP), score (kv_heads, GROUP); `arrived` int32 (kv_heads,), zero and
+    left zero. BITS 0: no planes. RING, WINDOW 0: none. STAGES: depth of the K/V pipeline after a run's first
+    tile.
     """
     HALF: tl.constexpr = D // 2
     h = tl.program_id(0)
@@ -190,36 +203,35 @@ def attention_step(
     ka, kb, va, vb, live = load_tile(
         tl.load(table + tile), tile, h, first, stop, slot, KV_HEADS, D, HALF_PAD, RING
     )
-    d = tl.arange(0, HALF_PAD)
-    half = d < HALF
-    c = tl.load(cos + pos * HALF + d, mask=half, other=0.0)
-    n = tl.load(sin + pos * HALF + d, mask=half, other=0.0)
+    # In shape (R, HALF_PAD) throughout: one layout, so that nothing is exchanged between warps.
+    r = tl.arange(0, R)[:, None]
+    d = tl.arange(0, HALF_PAD)[None, :]
+    same = r * 0 + d  # one head, in every row
+    half = (r >= 0) & (d < HALF)
+    c = tl.load(cos + pos * HALF + same, mask=half, other=0.0)
+    n = tl.load(sin + pos * HALF + same, mask=half, other=0.0)
     if HAS_NORM:
-        qna = tl.load(q_norm + d, mask=half, other=0.0)
-        qnb = tl.load(q_norm + HALF + d, mask=half, other=0.0)
-        kna = tl.load(k_norm + d, mask=half, other=0.0)
-        knb = tl.load(k_norm + HALF + d, mask=half, other=0.0)
+        qna = tl.load(q_norm + same, mask=half, other=0.0)
+        qnb = tl.load(q_norm + HALF + same, mask=half, other=0.0)
+        kna = tl.load(k_norm + same, mask=half, other=0.0)
+        knb = tl.load(k_norm + HALF + same, mask=half, other=0.0)
     else:
         qna, qnb, kna, knb = c, c, c, c
     new_block = tl.load(table + slot // TILE)
 
     wait_for_previous(PDL)
-    r = tl.arange(0, R)
-    q_at = qkv + (h * GROUP + r)[:, None] * D + d[None, :]
-    q_mask = (r < GROUP)[:, None] & half[None, :]
+    q_at = qkv + (h * GROUP + r) * D + d
+    q_mask = (r < GROUP) & half
     qa = tl.load(q_at, mask=q_mask, other=0.0)
     qb = tl.load(q_at + HALF, mask=q_mask, other=0.0)
-    k_at = qkv + (KV_HEADS * GROUP + h) * D + d
-    v_at = k_at + KV_HEADS * D
-    mine = half & owner  # the new row is made while the products below wait for their operands
+    mine = half & owner
+    k_at = qkv + (KV_HEADS * GROUP + h) * D + same
     ka1 = tl.load(k_at, mask=mine, other=0.0)
     kb1 = tl.load(k_at + HALF, mask=mine, other=0.0)
-    va1 = to_bf16(tl.load(v_at, mask=mine, other=0.0))
-    vb1 = to_bf16(tl.load(v_at + HALF, mask=mine, other=0.0))
-    ka1, kb1 = rotated(ka1, kb1, kna, knb, c, n, tl.sum(ka1 * ka1 + kb1 * kb1, 0), eps, D, HAS_NORM)
-    ka1, kb1 = to_bf16(ka1), to_bf16(kb1)
-    size = tl.sum(qa * qa + qb * qb, 1)[:, None]
-    qa, qb = rotated(qa, qb, qna[None, :], qnb[None, :], c[None, :], n[None, :], size, eps, D, HAS_NORM)
+    e = tl.arange(0, 2 * HALF_PAD)
+    v_mask = owner & (e < D)
+    va1 = to_bf16(tl.load(qkv + (KV_HEADS * (GROUP + 1) + h) * D + e, mask=v_mask, other=0.0))
+    qa, qb = rotated(qa, qb, qna, qnb, c, n, eps, D, HAS_NORM)
     qa *= q_scale
     qb *= q_scale
     peak = tl.full([R], LOW, tl.float32)
@@ -240,38 +252,31 @@ def attention_step(
             qa16, qb16, ka, kb, va, vb, live, peak, mass, acc_a, acc_b, cap, HAS_CAP
         )
 
-    if owner:
-        # The old row in the new row's slot was masked out, so nobody reads what is written here.
-        rows = rows_of(slot // TILE, RING)
-        new = tl.multiple_of(new_block.to(tl.pointer_type(tl.bfloat16)), 16)
-        new_k = new + (h * rows + slot % TILE) * D + d
-        new_v = new_k + KV_HEADS * rows * D
-        tl.store(new_k, ka1, mask=half)
-        tl.store(new_k + HALF, kb1, mask=half)
-        tl.store(new_v, va1, mask=half)
-        tl.store(new_v + HALF, vb1, mask=half)
-        if STAGE:
-            tl.store(kv_stage + h * D + d, ka1, mask=half)
-            tl.store(kv_stage + h * D + HALF + d, kb1, mask=half)
-            tl.store(kv_stage + (KV_HEADS + h) * D + d, va1, mask=half)
-            tl.store(kv_stage + (KV_HEADS + h) * D + HALF + d, vb1, mask=half)
-        score = tl.sum(qa * ka1.to(tl.float32)[None, :] + qb * kb1.to(tl.float32)[None, :], 1)
-        if HAS_CAP:
-            score = capped(score, cap)
-        higher = tl.maximum(peak, score)
-        shrink = tl.exp2(peak - higher)
-        p = tl.exp2(score - higher)
-        mass = mass * shrink + p
-        acc_a = acc_a * shrink[:, None] + p[:, None] * va1.to(tl.float32)[None, :]
-        acc_b = acc_b * shrink[:, None] + p[:, None] * vb1.to(tl.float32)[None, :]
-        peak = higher
+    # The new row. The old row in its slot was masked out, so nobody reads what is written here.
+    ka1, kb1 = rotated(ka1, kb1, kna, knb, c, n, eps, D, HAS_NORM)
+    ka1, kb1 = to_bf16(ka1), to_bf16(kb1)
+    rows = rows_of(slot // TILE, RING)
+    new = tl.multiple_of(new_block.to(tl.pointer_type(tl.bfloat16)), 16) + (h * rows + slot % TILE) * D
+    once = mine & (r == 0)
+    store_here_bf16(new + same, ka1, once)
+    store_here_bf16(new + HALF + same, kb1, once)
+    tl.store(new + KV_HEADS * rows * D + e, va1, mask=v_mask)
+    if STAGE:
+        store_here_bf16(kv_stage + h * D + same, ka1, once)
+        store_here_bf16(kv_stage + h * D + HALF + same, kb1, once)
+        tl.store(kv_stage + (KV_HEADS + h) * D + e, va1, mask=v_mask)
+    score = tl.sum(qa * ka1.to(tl.float32) + qb * kb1.to(tl.float32), 1)
+    if HAS_CAP:
+        score = capped(score, cap)
+    r = tl.arange(0, R)
+    store_here((score_ptr + h * GROUP + r).to(tl.pointer_type(tl.int32)), as_int(score), owner & (r < GROUP))
 
     at = (h * SPLITS + s) * GROUP + r
-    acc_at = acc_ptr + at[:, None] * D + d[None, :]
-    tl.store(acc_at, acc_a, mask=q_mask)
-    tl.store(acc_at + HALF, acc_b, mask=q_mask)
-    tl.store(peak_ptr + at, peak, mask=r < GROUP)
-    tl.store(mass_ptr + at, mass, mask=r < GROUP)
+    acc_at = (acc_ptr + at[:, None] * D + d).to(tl.pointer_type(tl.int32))
+    store_here(acc_at, as_int(acc_a), q_mask)
+    store_here(acc_at + HALF, as_int(acc_b), q_mask)
+    store_here((peak_ptr + at).to(tl.pointer_type(tl.int32)), as_int(peak), r < GROUP)
+    store_here((mass_ptr + at).to(tl.pointer_type(tl.int32)), as_int(mass), r < GROUP)
     tl.debug_barrier()
     last = True
     if SPLITS > 1:
@@ -280,7 +285,7 @@ def attention_step(
         if SPLITS > 1:
             tl.store(arrived + h, 0)
         combine(
-            acc_ptr, peak_ptr, mass_ptr, active, h,
+            acc_ptr, peak_ptr, mass_ptr, score_ptr, qkv + KV_HEADS * (GROUP + 1) * D, active, h,
             out, planes_q, planes_scale, planes_sums, planes_stride,
             GROUP, D, SPLITS, WIDE, CHUNK, WRITE_F32, BITS,
         )  # fmt: skip

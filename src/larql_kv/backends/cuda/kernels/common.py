@@ -32,13 +32,15 @@ else:
 
     @triton.jit
     def wait_for_previous(PDL: tl.constexpr):
-        """With dependent launch: wait until the kernel before has finished, then let the next one start.
+        """With dependent launch: let the next kernel start, then wait until the one before has finished.
 
-        What kernels further back wrote may be read before this: each of them waited before it let go.
+        So kernels start as early as there is room for them, several deep, and load their weights. Before this
+        a kernel may read nothing but weights, tables and rows of earlier steps: of this step's kernels not
+        even those far ahead need have run.
         """
         if PDL:
-            gdc_wait()
             gdc_launch_dependents()
+            gdc_wait()
 
 
 @triton.jit
@@ -129,6 +131,51 @@ def store_here(ptr, value, mask):
             False,
             1,
         )
+
+
+@triton.jit
+def store_here_bf16(ptr, value, mask):
+    """As `store_here`, for what `to_bf16` gives."""
+    if INT:
+        tl.store(ptr, value, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b16 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,h,r",
+            [ptr.to(tl.int64), value.to(tl.int16, bitcast=True), mask.to(tl.int32)],
+            tl.int32,
+            False,
+            1,
+        )
+
+
+@triton.jit
+def store_row_bf16(base, row, first, K: tl.constexpr, when):
+    """row (n, 32) float32 as bfloat16 at base + first .. (K values in all, K even): two to a word, from the
+    registers they are in. `base` is 4-byte aligned."""
+    n: tl.constexpr = row.shape[0]
+    bits = (as_int(to_bf16(row).to(tl.float32)) >> 16) & 0xFFFF
+    words = tl.sum(bits.reshape(n, 16, 2) << (16 * tl.arange(0, 2)[None, None, :]), 2)
+    at = first // 2 + tl.arange(0, n)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    store_here(base.to(tl.pointer_type(tl.int32)) + at, words, (2 * at < K) & when)
+
+
+@triton.jit
+def load_here(ptr, mask, other: tl.constexpr):
+    """float32 values into the registers that want them, past the first-level cache: other processors wrote
+    them in this launch."""
+    if INT:
+        return tl.load(ptr, mask=mask, other=other)
+    else:
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, $3; @p ld.global.cg.b32 $0, [$1]; }",
+            "=r,l,r,r",
+            [ptr.to(tl.int64), mask.to(tl.int32), as_int(tl.full([1], other, tl.float32))],
+            tl.int32,
+            False,
+            1,
+        )
+        return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

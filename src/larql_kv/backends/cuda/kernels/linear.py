@@ -19,6 +19,7 @@ from larql_kv.backends.cuda.kernels.common import (
     high_half,
     low_half,
     store_planes,
+    store_row_bf16,
     to_bf16,
 )
 
@@ -69,7 +70,10 @@ def load_super(p):
 
 
 @triton.jit
-def load_chunk(codes, small, supers, tile, chunk, NC, ROWS, GROUPS, WORDS: tl.constexpr, SCALE: tl.constexpr):
+def load_chunk(
+    codes, small, supers, tile, chunk, NC, ROWS, GROUPS,
+    WORDS: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
     """The words, small and super numbers of one chunk, as a tuple of (ROWS, GROUPS) tensors."""
     T: tl.constexpr = ROWS * GROUPS
     off = tl.arange(0, ROWS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
@@ -77,7 +81,8 @@ def load_chunk(codes, small, supers, tile, chunk, NC, ROWS, GROUPS, WORDS: tl.co
     base = codes + at * (WORDS * T) + off
     loaded = ()
     for w in tl.static_range(WORDS):
-        loaded = loaded + (tl.load(base + w * T),)
+        # read once a step: should make room first for what is read again
+        loaded = loaded + (tl.load(base + w * T, eviction_policy="evict_first"),)
     if SCALE == PAIR:
         loaded = loaded + (tl.load(small + at * T + off),)
     else:
@@ -225,13 +230,15 @@ def norm_row(
     KEEP: tl.constexpr,
     STAGE: tl.constexpr,
     ROUND: tl.constexpr,
+    ONE_PASS: tl.constexpr,
     BITS: tl.constexpr,
 ):
     """x + update (normed first, with POST); its norm times `weight`, as planes (BITS 32: float32 values).
 
-    x, post, weight: a row in PARTS tensors. Where `writes`, the sum goes to out_ptr as float32, and rounded to
-    bfloat16 into the residual page of the position (KEEP) and the staging row (STAGE). With POST the mean
-    square of the sum is had from four sums in one pass: |x|^2 + 2 r x.u + r^2 |u|^2, u = update * post.
+    x, post, weight: a row in PARTS tensors. Where `writes`, the sum goes to out_ptr as float32, and rounded
+    to bfloat16 into the residual page of the position (KEEP) and the staging row (STAGE). With POST and
+    ONE_PASS the mean square of the sum is had from four sums at once: |x|^2 + 2 r x.u + r^2 |u|^2,
+    u = update * post.
     """
     at = tl.arange(0, PART)[:, None] * 32 + tl.arange(0, 32)[None, :]
     yy = tl.zeros([PART, 32], tl.float32)
@@ -254,34 +261,44 @@ def norm_row(
     else:
         total = x
     r = 1.0
-    if POST:
-        yy, xx, xu, uu = tl.reduce((yy, xx, xu, uu), 1, add4)
-        yy, xx, xu, uu = tl.reduce((yy, xx, xu, uu), 0, add4)
+    if POST and ONE_PASS:
+        if INT:  # its reduction by a function of one's own takes seconds
+            yy = tl.sum(tl.sum(yy, 1), 0)
+            xx = tl.sum(tl.sum(xx, 1), 0)
+            xu = tl.sum(tl.sum(xu, 1), 0)
+            uu = tl.sum(tl.sum(uu, 1), 0)
+        else:
+            yy, xx, xu, uu = tl.reduce((yy, xx, xu, uu), 1, add4)
+            yy, xx, xu, uu = tl.reduce((yy, xx, xu, uu), 0, add4)
         r = tl.rsqrt(yy / K + eps)
         square = xx + 2.0 * r * xu + r * r * uu
     else:
+        if POST:
+            r = tl.rsqrt(tl.sum(tl.sum(yy, 1), 0) / K + eps)
+            rows = ()
+            for i in tl.static_range(PARTS):
+                rows = rows + (x[i] + total[i] * r,)
+            total = rows
+        squares = tl.zeros([PART, 32], tl.float32)
         for i in tl.static_range(PARTS):
             # K/V are derived from the row as a residual state stores it
             seen = to_bf16(total[i]).to(tl.float32) if ROUND else total[i]
-            xx += seen * seen
-        square = tl.sum(tl.sum(xx, 1), 0)
+            squares += seen * seen
+        square = tl.sum(tl.sum(squares, 1), 0)
     size = tl.rsqrt(square / K + eps)
-    if writes:
-        block = out_ptr
-        if KEEP:
-            pos = tl.load(pos_ptr)
-            slot = pos % RING if RING > 0 else pos
-            block = tl.load(row_table + slot // 64).to(tl.pointer_type(tl.bfloat16)) + (slot % 64) * K
+    if KEEP:
+        pos = tl.load(pos_ptr)
+        slot = pos % RING if RING > 0 else pos
+        block = tl.load(row_table + slot // 64).to(tl.pointer_type(tl.bfloat16)) + (slot % 64) * K
     for i in tl.static_range(PARTS):
         here = at + i * 512
         inside = here < K
-        row = x[i] + total[i] * r if POST else total[i]
-        if writes:
-            tl.store(out_ptr + here, row, mask=inside)
-            if KEEP:
-                tl.store(block + here, to_bf16(row), mask=inside)
-            if STAGE:
-                tl.store(stage_ptr + here, to_bf16(row), mask=inside)
+        row = x[i] + total[i] * r if POST and ONE_PASS else total[i]
+        tl.store(out_ptr + here, row, mask=inside & writes)
+        if KEEP:
+            store_row_bf16(block, row, i * 512, K, writes)
+        if STAGE:
+            store_row_bf16(stage_ptr, row, i * 512, K, writes)
         if ROUND:
             row = to_bf16(row).to(tl.float32)
         z = row * size * weight[i]

@@ -12,7 +12,7 @@ from larql_kv.backends.cuda.kernels.common import wait_for_previous
 
 @triton.jit
 def land(value, token, landed, sequence, SLOTS: tl.constexpr):
-    """`value` (int32) is the next token, and the host sees it in the next slot; -1: nothing to choose from."""
+    """`value` (int32) is the next token, and the host sees it in the next slot; -1: nothing to choose."""
     count = tl.load(sequence)
     tl.store(token, tl.maximum(value, 0))
     tl.store(landed + count % SLOTS, value)

@@ -136,7 +136,6 @@ def packed_linear(
     GELU: tl.constexpr,
     CAP: tl.constexpr,
     OUT_BITS: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row through rows of one or two formats (CODES_B 0: one). Programs: tiles of a, then of b; with
@@ -150,7 +149,7 @@ def packed_linear(
             x_ptr, update_ptr, post_ptr, weight_ptr, x_out, row_table, pos_ptr, stage_ptr, scratch, eps,
             planes_q, planes_scale, planes_sums, planes_stride, best, best_at, cap, tiles_each,
             K, PARTS, GROUPS_ALL, NC, ROWS, GROUPS, AHEAD, CODES_A, SCALE_A, ZERO_A, BITS,
-            BEFORE, UPDATE, POST, RING, KEEP, STAGE, ROUND, AFTER, BIAS, GELU, CAP, OUT_BITS, EARLY, PDL,
+            BEFORE, UPDATE, POST, RING, KEEP, STAGE, ROUND, AFTER, BIAS, GELU, CAP, OUT_BITS, PDL,
         )  # fmt: skip
     else:
         _section(
@@ -159,7 +158,7 @@ def packed_linear(
             x_ptr, update_ptr, post_ptr, weight_ptr, x_out, row_table, pos_ptr, stage_ptr, scratch, eps,
             planes_q, planes_scale, planes_sums, planes_stride, best, best_at, cap, tiles_each,
             K, PARTS, GROUPS_ALL, NC, ROWS, GROUPS, AHEAD, CODES_B, SCALE_B, ZERO_B, BITS,
-            BEFORE, UPDATE, POST, RING, KEEP, STAGE, ROUND, AFTER, BIAS, GELU, CAP, OUT_BITS, EARLY, PDL,
+            BEFORE, UPDATE, POST, RING, KEEP, STAGE, ROUND, AFTER, BIAS, GELU, CAP, OUT_BITS, PDL,
         )  # fmt: skip
 
 
@@ -174,7 +173,8 @@ def _section(
     CODES: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, BITS: tl.constexpr,
     BEFORE: tl.constexpr, UPDATE: tl.constexpr, POST: tl.constexpr, RING: tl.constexpr,
     KEEP: tl.constexpr, STAGE: tl.constexpr, ROUND: tl.constexpr, AFTER: tl.constexpr, BIAS: tl.constexpr,
-    GELU: tl.constexpr, CAP: tl.constexpr, OUT_BITS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    GELU: tl.constexpr, CAP: tl.constexpr, OUT_BITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     first_tile = program * tiles_each if AFTER == HEAD else program
     ahead = ()
@@ -183,18 +183,15 @@ def _section(
     if BEFORE == NORM:
         weight = row_of(weight_ptr, K, PARTS)
         post = row_of(post_ptr, K, PARTS) if POST else weight
-        if EARLY:
-            x = row_of(x_ptr, K, PARTS)
         wait_for_previous(PDL)
-        if not EARLY:
-            x = row_of(x_ptr, K, PARTS)
+        x = row_of(x_ptr, K, PARTS)
         own = scratch + tl.program_id(0) * ((BITS + 3) * GROUPS_ALL)
         own_scale = (own + BITS * GROUPS_ALL).to(tl.pointer_type(tl.float32))
         own_sums = own_scale + GROUPS_ALL
         norm_row(
             x, update_ptr, post, weight, x_out, row_table, pos_ptr, stage_ptr,
             own, own_scale, own_sums, GROUPS_ALL, eps, tl.program_id(0) == 0,
-            K, PARTS, UPDATE, POST, RING, KEEP, STAGE, ROUND, BITS,
+            K, PARTS, UPDATE, POST, RING, KEEP, STAGE, ROUND, True, BITS,
         )  # fmt: skip
         tl.debug_barrier()
         y = tile_product(
@@ -246,7 +243,7 @@ def float_linear(
         norm_row(
             row_of(x_ptr, K, PARTS), update_ptr, post, weight, x_out, row_table, pos_ptr, stage_ptr,
             own, own, own, 0, eps, tile == 0,
-            K, PARTS, UPDATE, POST, RING, KEEP, STAGE, ROUND, 32,
+            K, PARTS, UPDATE, POST, RING, KEEP, STAGE, ROUND, True, 32,
         )  # fmt: skip
         tl.debug_barrier()
     else:
@@ -271,20 +268,25 @@ def last_norm(
     K: tl.constexpr, PARTS: tl.constexpr, UPDATE: tl.constexpr, POST: tl.constexpr,
     ADVANCE: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What leaves the last layer into `hidden`, and its final norm as planes; the position moves on."""
+    """What leaves the last layer into `hidden`, and its final norm as planes; the position moves on.
+
+    Not in one pass: the norm is that of the row in `hidden`, in the bits a later `logits(hidden)` gives."""
     weight = row_of(weight_ptr, K, PARTS)
     post = row_of(post_ptr, K, PARTS) if POST else weight
     wait_for_previous(PDL)
     norm_row(
         row_of(x_ptr, K, PARTS), update_ptr, post, weight, hidden, pos_ptr, pos_ptr, hidden,
-        q, scale, sums, stride, eps, True, K, PARTS, UPDATE, POST, 0, False, False, False, BITS,
+        q, scale, sums, stride, eps, True, K, PARTS, UPDATE, POST, 0, False, False, False, False, BITS,
     )  # fmt: skip
     if ADVANCE:
         tl.store(pos_ptr, tl.load(pos_ptr) + 1)
 
 
 @triton.jit
-def quantise_row(x, q, scale, sums, stride, K: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def quantise_row(
+    x, q, scale, sums, stride,
+    K: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A float32 row as planes."""
     wait_for_previous(PDL)
     parts = row_of(x, K, PARTS)
