@@ -342,16 +342,19 @@ def part_load(model: Model, result: dict[str, Any]) -> None:
         result["load"] = {"file_bytes": path.stat().st_size, "import_load_first3_peak": rows}
 
 
+def write(result: dict[str, Any], output: Path | None) -> None:
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n")
+
+
 @contextlib.contextmanager
 def saved(result: dict[str, Any], output: Path | None) -> Iterator[None]:
     """Whatever happens, what was measured is written."""
     try:
         yield
     finally:
-        text = json.dumps(result, indent=1)
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(text + "\n")
+        write(result, output)
 
 
 def main() -> None:
@@ -388,6 +391,7 @@ def main() -> None:
                 globals()[f"part_{part}"](model, result)
             except Exception as error:  # the other parts still count
                 result[part] = {"failed": f"{type(error).__name__}: {error}"}
+            write(result, given.output)
             print(part, f"{time.perf_counter() - begin:.1f} s", json.dumps(result.get(part)), flush=True)
             gc.collect()
 

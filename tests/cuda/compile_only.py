@@ -157,7 +157,7 @@ def innermost(error: BaseException) -> str:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     messages = [str(item) for item in chain if isinstance(item, CompilationError)][-1:]
-    if not isinstance(chain[-1], CompilationError):
+    if not any(str(chain[-1]) in message for message in messages):
         messages.append(f"{type(chain[-1]).__name__}: {chain[-1]}")
     return "\n".join(messages)
 

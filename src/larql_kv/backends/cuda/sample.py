@@ -84,7 +84,7 @@ def draw(
     before = inside.cumsum(0) - inside
     keep = (before < top_p * inside.sum()) | (top_p >= 1)
     keep &= inside >= min_p * inside[0]
-    keep[0] = True
+    keep |= rank == 0  # not keep[0] = True: that copies from the host, which a capture refuses
     mass = torch.where(keep, inside, 0.0).cumsum(0)
     kernels.uniform[(1,)](settings.seed, position, settings.uniform)
     place = torch.searchsorted(mass, settings.uniform * mass[-1], right=True).clamp_max(len(mass) - 1)
