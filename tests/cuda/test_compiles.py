@@ -131,12 +131,12 @@ def scenes() -> Iterator[Scene]:
     yield Scene("gemma, int16", gemma, kept_steps, activations="int16")
     yield Scene("gemma, long", gemma, kept_steps, capacity=8192)
     yield Scene("gemma2", gemma, steps, Traits(without=norms, config=caps))
-    yield Scene("llama", llama, steps)
+    yield Scene("llama", llama, kept_steps)
     yield Scene("llama, long", llama, steps, capacity=8192)
     yield Scene("qwen3", qwen3, steps)
     biases = Traits(without=norms, biases=("q", "k", "v"), config={"qk_norm": False})
     yield Scene("qwen2", qwen3, steps, biases)
-    yield Scene("smollm2-135m", smollm2, kept_steps)
+    yield Scene("smollm2-135m", smollm2, steps)
     for mix in ("q5_k_m", "q8_0", "q4_0", "q4_1"):
         for activations in ("int8", "int16"):
             yield Scene(f"{mix}, {activations}", replace(gemma, layers=3, mix=mix), steps, None, activations)

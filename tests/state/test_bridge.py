@@ -192,7 +192,7 @@ def test_the_host_waits_only_when_the_ring_is_full() -> None:
     assert len(lane.waiting) == 4
     bridge.receive_steps = lambda first, rows: None  # type: ignore[method-assign]
     transit.stage(bridge, 4)
-    assert len(lane.waiting) == 1
+    assert len(lane.waiting) == 4, "the oldest went home for the new one: the others go on"
 
 
 def test_a_step_waits_for_its_half_of_the_staging_buffer() -> None:

@@ -180,8 +180,12 @@ class Transit:
 
     def stage(self, owner: Receiver, position: int) -> None:
         """The step at `position` was enqueued: its rows go to the host as soon as they are there."""
-        if self._pending and (self._pending[-1].bulk is not None or len(self._pending) == self._slots):
+        if self._pending and self._pending[-1].bulk is not None:
             self.drain()
+        while (
+            len(self._pending) >= self._slots
+        ):  # room for a few: waiting for all would let the device run dry
+            self._deliver(self._batch(self._slots // 4))
         half, slot = position % STAGES, self._slot
         source = self.ring[slot]
         event = self._lane.download(source, self.staging[half], transient=False)
@@ -239,16 +243,16 @@ class Transit:
         """
         while self._pending:
             batch = self._batch()
-            while not wait and batch and not batch[-1].event.query():
-                batch.pop()
+            if not wait:  # copies land in order: the first that has not ends the search
+                batch = list(itertools.takewhile(lambda copy: copy.event.query(), batch))
             if not batch:
                 return
             self._deliver(batch)
 
-    def _batch(self) -> list[_Copy]:
-        """The oldest copy, and the steps that follow it in owner, position and slot."""
+    def _batch(self, most: int | None = None) -> list[_Copy]:
+        """The oldest copy, and the steps that follow it in owner, position and slot, `most` in all."""
         batch = [self._pending[0]]
-        for copy in itertools.islice(self._pending, 1, None):
+        for copy in itertools.islice(self._pending, 1, most):
             last = batch[-1]
             in_sequence = copy.first == last.first + 1 and copy.slot == last.slot + 1
             steps = copy.bulk is last.bulk is None and copy.count and last.count

@@ -202,6 +202,14 @@ def row_of(ptr, K: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
+def kept_row(row_table, pos_ptr, K: tl.constexpr, RING: tl.constexpr):
+    """Where the residual row of the position goes: its slot in the layer's blocks (64, K) bfloat16."""
+    pos = tl.load(pos_ptr)
+    slot = pos % RING if RING > 0 else pos
+    return tl.load(row_table + slot // 64).to(tl.pointer_type(tl.bfloat16)) + (slot % 64) * K
+
+
+@triton.jit
 def add4(a0, a1, a2, a3, b0, b1, b2, b3):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
@@ -213,8 +221,7 @@ def norm_row(
     post,
     weight,
     out_ptr,
-    row_table,
-    pos_ptr,
+    kept,
     stage_ptr,
     q_ptr,
     scale_ptr,
@@ -222,11 +229,11 @@ def norm_row(
     stride,
     eps,
     writes,
+    keeps,
     K: tl.constexpr,
     PARTS: tl.constexpr,
     UPDATE: tl.constexpr,
     POST: tl.constexpr,
-    RING: tl.constexpr,
     KEEP: tl.constexpr,
     STAGE: tl.constexpr,
     ROUND: tl.constexpr,
@@ -235,10 +242,9 @@ def norm_row(
 ):
     """x + update (normed first, with POST); its norm times `weight`, as planes (BITS 32: float32 values).
 
-    x, post, weight: a row in PARTS tensors. Where `writes`, the sum goes to out_ptr as float32, and rounded
-    to bfloat16 into the residual page of the position (KEEP) and the staging row (STAGE). With POST and
-    ONE_PASS the mean square of the sum is had from four sums at once: |x|^2 + 2 r x.u + r^2 |u|^2,
-    u = update * post.
+    x, post, weight: a row in PARTS tensors. Where `writes`, the sum goes to out_ptr as float32; where
+    `keeps`, rounded to bfloat16, to `kept` (KEEP) and to the staging row (STAGE). With POST and ONE_PASS the
+    mean square of the sum is had from four sums at once: |x|^2 + 2 r x.u + r^2 |u|^2, u = update * post.
     """
     at = tl.arange(0, PART)[:, None] * 32 + tl.arange(0, 32)[None, :]
     yy = tl.zeros([PART, 32], tl.float32)
@@ -286,19 +292,15 @@ def norm_row(
             squares += seen * seen
         square = tl.sum(tl.sum(squares, 1), 0)
     size = tl.rsqrt(square / K + eps)
-    if KEEP:
-        pos = tl.load(pos_ptr)
-        slot = pos % RING if RING > 0 else pos
-        block = tl.load(row_table + slot // 64).to(tl.pointer_type(tl.bfloat16)) + (slot % 64) * K
     for i in tl.static_range(PARTS):
         here = at + i * 512
         inside = here < K
         row = x[i] + total[i] * r if POST and ONE_PASS else total[i]
         tl.store(out_ptr + here, row, mask=inside & writes)
         if KEEP:
-            store_row_bf16(block, row, i * 512, K, writes)
+            store_row_bf16(kept, row, i * 512, K, keeps)
         if STAGE:
-            store_row_bf16(stage_ptr, row, i * 512, K, writes)
+            store_row_bf16(stage_ptr, row, i * 512, K, keeps)
         if ROUND:
             row = to_bf16(row).to(tl.float32)
         z = row * size * weight[i]

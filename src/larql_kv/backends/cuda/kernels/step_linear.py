@@ -14,6 +14,7 @@ from larql_kv.backends.cuda.kernels.linear import (
     NORM,
     PART,
     activate,
+    kept_row,
     load_chunk,
     norm_row,
     row_of,
@@ -183,15 +184,18 @@ def _section(
     if BEFORE == NORM:
         weight = row_of(weight_ptr, K, PARTS)
         post = row_of(post_ptr, K, PARTS) if POST else weight
+        kept = kept_row(row_table, pos_ptr, K, RING) if KEEP else x_out
         wait_for_previous(PDL)
         x = row_of(x_ptr, K, PARTS)
         own = scratch + tl.program_id(0) * ((BITS + 3) * GROUPS_ALL)
         own_scale = (own + BITS * GROUPS_ALL).to(tl.pointer_type(tl.float32))
         own_sums = own_scale + GROUPS_ALL
         norm_row(
-            x, update_ptr, post, weight, x_out, row_table, pos_ptr, stage_ptr,
-            own, own_scale, own_sums, GROUPS_ALL, eps, tl.program_id(0) == 0,
-            K, PARTS, UPDATE, POST, RING, KEEP, STAGE, ROUND, True, BITS,
+            x, update_ptr, post, weight, x_out, kept, stage_ptr,
+            own, own_scale, own_sums, GROUPS_ALL, eps,
+            # not the same program: each would come later by the other's stores
+            tl.program_id(0) == 0, tl.program_id(0) == tl.num_programs(0) - 1,
+            K, PARTS, UPDATE, POST, KEEP, STAGE, ROUND, True, BITS,
         )  # fmt: skip
         tl.debug_barrier()
         y = tile_product(
@@ -241,9 +245,10 @@ def float_linear(
         post = row_of(post_ptr, K, PARTS) if POST else weight
         own = (scratch + tile * (PARTS * 512)).to(tl.pointer_type(tl.float32))
         norm_row(
-            row_of(x_ptr, K, PARTS), update_ptr, post, weight, x_out, row_table, pos_ptr, stage_ptr,
-            own, own, own, 0, eps, tile == 0,
-            K, PARTS, UPDATE, POST, RING, KEEP, STAGE, ROUND, True, 32,
+            row_of(x_ptr, K, PARTS), update_ptr, post, weight, x_out,
+            kept_row(row_table, pos_ptr, K, RING) if KEEP else x_out, stage_ptr,
+            own, own, own, 0, eps, tile == 0, tile == 0,
+            K, PARTS, UPDATE, POST, KEEP, STAGE, ROUND, True, 32,
         )  # fmt: skip
         tl.debug_barrier()
     else:
@@ -275,8 +280,8 @@ def last_norm(
     post = row_of(post_ptr, K, PARTS) if POST else weight
     wait_for_previous(PDL)
     norm_row(
-        row_of(x_ptr, K, PARTS), update_ptr, post, weight, hidden, pos_ptr, pos_ptr, hidden,
-        q, scale, sums, stride, eps, True, K, PARTS, UPDATE, POST, 0, False, False, False, False, BITS,
+        row_of(x_ptr, K, PARTS), update_ptr, post, weight, hidden, hidden, hidden,
+        q, scale, sums, stride, eps, True, True, K, PARTS, UPDATE, POST, False, False, False, False, BITS,
     )  # fmt: skip
     if ADVANCE:
         tl.store(pos_ptr, tl.load(pos_ptr) + 1)
