@@ -271,7 +271,7 @@ def kernel_by_kernel(decoder: Any) -> Iterator[None]:
     from larql_kv.backends.cuda import step
 
     graphs = step.StepProgram
-    step.StepProgram = functools.partial(graphs, capture=False)  # type: ignore[misc,assignment]
+    step.StepProgram = functools.partial(graphs, capture=False, pdl=False)  # type: ignore[misc,assignment]
     decoder.step_executor.forget()
     try:
         yield

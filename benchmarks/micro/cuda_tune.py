@@ -54,7 +54,7 @@ def _random(like: PackedMatrix, tile: Tile) -> PackedMatrix:
     groups, device = like.columns // 32, like.codes.device
     tall, wide = -(-like.rows // tile.rows), -(-groups // tile.groups)
     codes = torch.randint(
-        -(1 << 31), (1 << 31) - 1, (tall, wide, like.fmt.words, tile.rows, tile.groups), device=device,
+        -(1 << 31), (1 << 31) - 1, (tall, wide, like.fmt.code_bits, tile.rows, tile.groups), device=device,
         dtype=torch.int32,
     )  # fmt: skip
     shape = (tall, wide, tile.rows, tile.groups)

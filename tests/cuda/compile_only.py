@@ -147,8 +147,18 @@ def _compile(index: int) -> Outcome:
         kernel = triton.compile(variant.source, target=TARGET, options=variant.options)
     except Exception as error:
         return made(time.perf_counter() - begin, error=innermost(error))
+    if not four_neighbours(kernel.asm["ttgir"]):
+        return made(time.perf_counter() - begin, error="an inline load of four groups is not of neighbours")
     registers, stack = resources(kernel.asm["cubin"])
     return made(time.perf_counter() - begin, registers, stack, kernel.metadata.shared)
+
+
+def four_neighbours(ir: str) -> bool:
+    """Whether every inline load that serves four elements by one address (`load_small`, `load_super`) has a
+    layout in which a thread's four are neighbours: the interpreter cannot tell, and the chip would not."""
+    sizes = dict(re.findall(r"(#blocked\d*) = #ttg\.blocked<\{sizePerThread = \[([^\]]*)\]", ir))
+    used = re.findall(r"packed_element = 4 : i32.*-> tensor<[^,]*, (#blocked\d*)>", ir)
+    return all(sizes[name].split(", ")[-1] == "4" for name in used)
 
 
 def innermost(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import larql_kv as lk
-from larql_kv.backends.cuda import program, step
+from larql_kv.backends.cuda import program, rope, step
 from larql_kv.engine.base import KvEngine
 from larql_kv.state.ledger import Ledger
 from tests import tiny_models
@@ -137,6 +137,65 @@ def test_graphs_grow_by_doubling_and_serve_every_engine() -> None:
     other.trim(3)
     assert list(other.decode_ahead(1, 5)) == short
     assert executor.captures == 3
+
+
+def test_a_long_prompt_elsewhere_makes_new_graphs_for_new_rope_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds the addresses of the RoPE rows; a prompt may replace them."""
+    monkeypatch.setattr(rope, "_FIRST", 16)
+    model = micro.load()
+    executor = model.decoder.step_executor  # type: ignore[attr-defined]
+    engine = lk.build_engine("standard", model)
+    engine.prefill(IDS[:6])
+    first = list(engine.decode_ahead(1, 7))
+    before, table = executor.captures, weakref.ref(model.decoder.rope_tables[0].cos)  # type: ignore[attr-defined]
+    lk.build_engine("standard", model).prefill(IDS[:70])
+    engine.trim(6)
+    assert list(engine.decode_ahead(1, 7)) == first
+    assert executor.captures == before + 1
+    assert table() is None, "what the old graph read is gone, and so is that graph"
+
+
+def test_growth_that_fails_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = micro.load()
+    engine = lk.build_engine("standard", model)
+    engine.prefill(IDS[:63])
+    list(engine.decode_ahead(1, 7))
+
+    def full(*sizes: Any, **options: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program.AttentionScratch, "empty", full)
+        with pytest.raises(lk.BackendFailure, match="out of memory"):
+            engine.decode_step(9)
+    buffers = model.decoder.step_executor._buffers  # type: ignore[attr-defined]
+    assert buffers.capacity == 64 == buffers.kv_tables.shape[1] * 64
+    assert torch.isfinite(engine.decode_step(9)).all()
+    assert buffers.capacity == 128 == buffers.kv_tables.shape[1] * 64
+
+
+def test_a_dropped_model_frees_its_weights_at_once() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = micro.load()
+        engine = lk.build_engine("standard", model)
+        engine.prefill(IDS[:6])
+        list(engine.decode_ahead(1, 7))
+        weights = weakref.ref(model.decoder.weights)  # type: ignore[attr-defined]
+        del model, engine
+        assert weights() is None
+    finally:
+        gc.enable()
+
+
+def test_keys_and_values_alone_are_those_of_the_whole_projection() -> None:
+    decoder: Any = micro.shared().decoder
+    for rows in (torch.randn(5, 32, device=decoder.device), torch.randn(1, 32, device=decoder.device)):
+        _, k, v = decoder.attention_inputs(1, rows, 3)
+        alone = decoder.project_kv(1, rows, 3)
+        torch.testing.assert_close(alone[0], k, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(alone[1], v, rtol=1e-2, atol=1e-2)
 
 
 def test_engines_take_turns_on_one_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,3 +236,21 @@ def test_tables_change_version_when_they_change() -> None:
     engine.reset()
     assert rows.version > before
     assert lk.build_engine("no-cache", tiny("llama"))._state.step_rows() is None
+
+
+def test_use_before_the_first_token_is_found_out() -> None:
+    engine = lk.build_engine("standard", tiny("llama"))
+    engine.prefill([5, 17, 3])
+    tokens = engine.decode_ahead(3, 7)
+    engine.prefill([11, 12])
+    with pytest.raises(lk.InvariantViolation):
+        next(tokens)
+    assert engine.tokens == [5, 17, 3, 11, 12]
+
+
+def test_a_count_past_the_context_is_refused_before_any_work() -> None:
+    engine = lk.build_engine("standard", tiny("llama"))
+    engine.prefill([5, 17, 3])
+    with pytest.raises(lk.ModelError, match="context"):
+        engine.decode_ahead(1 << 40, 7)
+    assert engine.tokens == [5, 17, 3]

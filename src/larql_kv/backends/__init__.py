@@ -51,8 +51,8 @@ def interpreted() -> bool:
 def use_card(device: str) -> torch.device:
     """The torch device of a `device` that passed `check_device`; the CPU for the interpreter.
 
-    Kernels are launched on the process's current card: the first model decides which that is. Raises
-    BackendUnavailable for a model on a second one.
+    Kernels are launched on the process's current card: the first model that loads decides which that is
+    (`settle_card`). Raises BackendUnavailable for a model on a second one.
     """
     import torch
 
@@ -65,6 +65,11 @@ def use_card(device: str) -> torch.device:
             f"device {device!r}: models of this process run on cuda:{min(_cards)} already, and one process "
             "drives one card"
         )
-    _cards.add(index)  # pragma: cuda only
     torch.cuda.set_device(index)  # pragma: cuda only
     return torch.device("cuda", index)  # pragma: cuda only
+
+
+def settle_card(device: torch.device) -> None:
+    """A model runs on `device`: so will every other of this process."""
+    if device.index is not None:  # pragma: cuda only
+        _cards.add(device.index)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from larql_kv.engine.ids import token_list
-from larql_kv.errors import InvariantViolation
+from larql_kv.errors import InvariantViolation, ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,9 @@ class StepExecutor(Protocol):
         ...
 
 
+Mark = tuple[int, int]
+
+
 def executor_of(engine: KvEngine) -> StepExecutor | None:
     """What runs the steps of this engine's model as graphs, on a backend that has it."""
     return getattr(engine.model.decoder, "step_executor", None)
@@ -75,23 +78,30 @@ def decode_ahead(engine: KvEngine, count: int, token_id: int) -> Iterator[int]:
         raise ValueError(f"decode_ahead needs a count >= 1, got {count}")
     if not engine.length:
         raise InvariantViolation("decode_ahead before prefill: the engine holds no tokens")
-    engine.check_ids([token] * count)
+    engine.check_ids([token])
+    context = engine.model.config.context
+    if engine.length + count > context:
+        raise ModelError(
+            f"{engine.length + count} tokens do not fit the model's context of {context}: at most "
+            f"{context - engine.length} can follow"
+        )
     engine.check_ffn()
     executor = executor_of(engine)
     if executor is None:
-        return _by_steps(engine, count, token)
+        return _by_steps(engine, count, token, _mark(engine))
     if engine.held_positions < engine.length:
-        return _first_by_itself(engine, count, token)
+        return _first_by_itself(engine, count, token, _mark(engine))
     run = engine.enqueue(executor, token, count)
-    return _by_steps(engine, count, token) if run is None else _landing(engine, run, token, count)
+    if run is None:
+        return _by_steps(engine, count, token, _mark(engine))
+    return _landing(engine, run, token, count, _mark(engine))
 
 
 def _step(engine: KvEngine, token: int) -> int:
     return int(engine.logits(engine.decode_step(token)).argmax())
 
 
-def _by_steps(engine: KvEngine, count: int, token: int) -> Iterator[int]:
-    mark = _mark(engine)
+def _by_steps(engine: KvEngine, count: int, token: int, mark: Mark) -> Iterator[int]:
     for _ in range(count):
         _check_alone(engine, mark)
         token = _step(engine, token)
@@ -99,21 +109,22 @@ def _by_steps(engine: KvEngine, count: int, token: int) -> Iterator[int]:
         yield token
 
 
-def _first_by_itself(engine: KvEngine, count: int, token: int) -> Iterator[int]:
+def _first_by_itself(engine: KvEngine, count: int, token: int, mark: Mark) -> Iterator[int]:
     """The first step runs again what was dropped; the others follow on the device (of an engine that keeps
     nothing, each runs by itself)."""
+    _check_alone(engine, mark)
     first = _step(engine, token)
     mark = _mark(engine)
     yield first
     _check_alone(engine, mark)
     if count > 1:
         kept = engine.held_positions == engine.length
-        yield from (decode_ahead if kept else _by_steps)(engine, count - 1, first)
+        rest = decode_ahead(engine, count - 1, first) if kept else _by_steps(engine, count - 1, first, mark)
+        yield from rest
 
 
-def _landing(engine: KvEngine, run: AheadRun, token: int, count: int) -> Iterator[int]:
+def _landing(engine: KvEngine, run: AheadRun, token: int, count: int, mark: Mark) -> Iterator[int]:
     """Hand out tokens as they land. The engine holds what was run for those; the rest is forgotten."""
-    mark = _mark(engine)
     try:
         for index in range(count):
             _check_alone(engine, mark)
@@ -126,10 +137,11 @@ def _landing(engine: KvEngine, run: AheadRun, token: int, count: int) -> Iterato
             engine.forget_ahead()
 
 
-def _mark(engine: KvEngine) -> tuple[int, int]:
+def _mark(engine: KvEngine) -> Mark:
+    """What tells whether somebody else used the engine since."""
     return engine.changes, engine.taken_back
 
 
-def _check_alone(engine: KvEngine, mark: tuple[int, int]) -> None:
+def _check_alone(engine: KvEngine, mark: Mark) -> None:
     if _mark(engine) != mark:
         raise InvariantViolation("the engine was used for something else while its tokens were handed out")

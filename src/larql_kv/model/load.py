@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from larql_kv.backends import check_device, use_card
+from larql_kv.backends import check_device, settle_card, use_card
 from larql_kv.errors import BackendUnavailable, ModelError
 from larql_kv.model.catalog import HubId, resolve
 
@@ -150,11 +150,13 @@ class Form:
 
         device = use_card(self.device)
         try:
-            return CudaDecoder(config, source, ropes, device, self.activations)
+            decoder = CudaDecoder(config, source, ropes, device, self.activations)
         except torch.OutOfMemoryError as error:
             raise BackendUnavailable(
                 f"the model does not fit the memory of {self.device!r}: {error}"
             ) from error
+        settle_card(device)
+        return decoder
 
 
 def is_exact(dtype: Any) -> bool:

@@ -96,6 +96,8 @@ class State(ABC):
         """Every layer has run rows up to `length`."""
         self.length = length
 
+    capturable = False  # whether `step_rows` gives rows
+
     def step_rows(self) -> StepRows | None:
         """The rows of a captured one-row step at `length`, derived first if they were dropped; None where
         steps run layer by layer. A subclass that changes `observe` or `attend` must answer for it here."""

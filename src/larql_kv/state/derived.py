@@ -25,6 +25,8 @@ class DerivedKVState(RowState):
 
     best_capture = CaptureMask.NONE
 
+    capturable = True
+
     def __init__(self, model: Model) -> None:
         super().__init__(model, [layer.window for layer in model.config.layers])
         self.kv = KVState(model, role="derivative")

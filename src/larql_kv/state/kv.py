@@ -35,6 +35,8 @@ class KVState(RowState):
     the reference that a windowed state is compared with.
     """
 
+    capturable = True
+
     def __init__(
         self, model: Model, window: int | None = None, retire: bool = True, role: Role = "canonical"
     ) -> None:
@@ -107,6 +109,7 @@ class RecomputeState(KVState):
     """`no-cache`: K/V live for one call as workspace, so every step runs all ids again."""
 
     keeps_rows = False
+    capturable = False
 
     def __init__(self, model: Model) -> None:
         super().__init__(model, role="workspace")

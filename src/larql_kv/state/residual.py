@@ -22,7 +22,7 @@ class ResidualState(DerivedKVState):
     `place` is where the rows live: beside the K/V, or in host memory, staged there by the bridge.
     `window=N` keeps the last N rows hot; older 64-row blocks are the cold tier, held losslessly. Attention
     is exact over both. K/V may be dropped at any time: the next step projects them again from the rows, by
-    the row-invariant projection that made them, so the bits are the same.
+    the projection that made them: the same bits on the CPU, on CUDA the same within the noise floor.
     """
 
     def __init__(
@@ -59,7 +59,11 @@ class ResidualState(DerivedKVState):
             self._derive(layer)  # before a ring's rows are overwritten by the new ones
         if self.bridge is None or self.place == "device":
             stage = self.clock.switch("state_capture")
-            self.pages[layer].put(rows, self.first)
+            write = getattr(self.model.decoder, "write_rows", None) if self.place == "device" else None
+            if write is None:
+                self.pages[layer].put(rows, self.first)
+            else:
+                write(rows, self.pages[layer], self.first)
             self.clock.switch(stage)
         super().observe(layer, rows)
 

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from larql_kv.backends.cuda.kernels.attention_step import attention_step as _kernel
+from larql_kv.backends.cuda.linear import pdl_options
 from larql_kv.backends.cuda.planes import Planes
 
 TILE = 64  # rows of K/V that a program takes at once: a block of state/pages.py
@@ -99,7 +100,7 @@ def attention_step(
     planes, out    where (heads * head_dim,) goes: quantised and/or float32
     kv_stage    bfloat16 (2 * kv_heads * head_dim,): also gets the new rows, k then v
     splits, stages    see `splits_for`, `stages_for`; any values give right results
-    pdl     reads of old rows go ahead of the kernel before. That kernel may write `qkv`, nothing else here
+    pdl     reads of old rows go ahead of the kernels before: see `wait_for_previous` for what those may write
     """
     group = heads // kv_heads
     if heads % kv_heads or head_dim % 2:
@@ -130,8 +131,7 @@ def attention_step(
         "PDL": pdl,
         "num_warps": warps,
     }
-    if pdl:
-        constants["launch_pdl"] = True
+    constants |= pdl_options(pdl)
     _kernel[(kv_heads, splits)](
         qkv,
         table,

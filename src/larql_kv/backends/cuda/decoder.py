@@ -87,7 +87,9 @@ class CudaDecoder:
         return self._rotated(layer, qkv, first, self.config.heads)
 
     def project_kv(self, layer: int, rows: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        _, k, v = self.attention_inputs(layer, rows, first)
+        weights = self.weights.layers[layer]
+        x = self._normed(rows, weights.attn_norm, weights.qkv, rounded=True)
+        _, k, v = self._rotated(layer, self._product(weights.qkv, x, skip=self.config.q_dim), first, heads=0)
         return k, v
 
     def _rotated(
@@ -117,6 +119,12 @@ class CudaDecoder:
 
     def append_rows(self, k: torch.Tensor, v: torch.Tensor, past: PagedRows, first: int, skip: int) -> None:
         rowops.append_rows(k, v, self.page_table(past), past.ring or 0, first, skip)
+
+    def write_rows(self, rows: torch.Tensor, pages: PagedRows, first: int) -> None:
+        """Residual rows (n, hidden) float32 of positions first.., into their pages: one launch."""
+        skip = max(0, len(rows) - pages.ring) if pages.ring is not None else 0
+        pages.reserve(first + skip, first + len(rows))
+        rowops.write_rows(rows, self.page_table(pages), pages.ring or 0, first, skip)
 
     def page_table(self, pages: PagedRows) -> torch.Tensor:
         """The block addresses on the device, copied again whenever they changed."""
@@ -185,26 +193,30 @@ class CudaDecoder:
         self, rows: torch.Tensor, weight: torch.Tensor, linear: RowLinear, rounded: bool = False
     ) -> torch.Tensor:
         """The normed rows in the precision that `_product` wants. `rounded`: of the rows as a residual state
-        stores them, so that K/V derived again are those that were dropped."""
+        stores them: K/V derived again are then those that were dropped, within the noise floor."""
         exact = len(rows) == 1 or _product_dtype(linear) is torch.float32
         dtype = torch.float32 if exact else torch.bfloat16
         return rowops.rms_norm(rows, weight, self.config.norm_eps, dtype, rounded)
 
-    def _product(self, linear: RowLinear, x: torch.Tensor, glu: bool = False) -> torch.Tensor:
-        """x (n, columns) times the stack, plus its bias: float32 (n, rows). `glu`: columns [gate | up]."""
+    def _product(self, linear: RowLinear, x: torch.Tensor, glu: bool = False, skip: int = 0) -> torch.Tensor:
+        """x (n, columns) times the stack's rows from `skip` on, plus their bias: float32 (n, rows - skip).
+        `glu`: columns [gate | up]."""
         if len(x) == 1 and not glu:
             out = torch.empty(1, linear.rows, device=self.device)
             linear.run(self._row_activation(linear, x), out[0])
-            return out
-        rows = 2 * self.config.intermediate if glu else linear.rows
+            return out[:, skip:].contiguous()
+        rows = 2 * self.config.intermediate if glu else linear.rows - skip
         weights = self._unpacked_view(linear, rows)
         first = 0
         for matrix in linear.matrices:
-            last = rows if glu else first + matrix.rows
-            unpack_into(matrix, weights[first:last], glu=glu)
-            first = last
+            left = max(0, skip - first) if not glu else 0  # rows of this matrix that are not wanted
+            wanted = rows if glu else max(0, matrix.rows - left)
+            begin = max(0, first - skip)
+            if wanted:
+                unpack_into(matrix, weights[begin : begin + wanted], left, glu)
+            first += matrix.rows
         out = _matmul(x.to(weights.dtype), weights)
-        return out if linear.plain_bias is None else out.add_(linear.plain_bias)
+        return out if linear.plain_bias is None else out.add_(linear.plain_bias[skip:])
 
     def _row_activation(self, linear: RowLinear, x: torch.Tensor) -> Planes | torch.Tensor:
         """One row (1, columns) as what the packed kernels read."""
@@ -227,7 +239,7 @@ class CudaDecoder:
     # -- what it holds ---------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Compile the step's kernels, so that no timed step does."""
+        """Make the step's buffers. Kernels compile when a graph is first captured."""
         self.step_executor.prepare()
 
     def synchronize(self) -> None:

@@ -40,18 +40,8 @@ class PackFormat:
     block_bytes: int = 0
 
     @property
-    def words(self) -> int:
-        """int32 code words of a group."""
-        return {4: 4, 5: 5, 6: 6, 8: 8}[self.code_bits]
-
-    @property
     def has_super(self) -> bool:
         return self.scale in (SUPER, SUPER16)
-
-    @property
-    def group_bytes(self) -> float:
-        """Packed bytes of 32 weights."""
-        return 4 * self.words + (4 if self.scale == PAIR else 2) + (0.5 if self.has_super else 0)
 
 
 FORMATS = {
@@ -175,7 +165,7 @@ _UNPACKERS = {
 
 
 def code_words(fmt: PackFormat, codes: torch.Tensor) -> torch.Tensor:
-    """Codes uint8 (rows, groups, 32) -> int32 words (rows, groups, fmt.words)."""
+    """Codes uint8 (rows, groups, 32) -> int32 words (rows, groups, fmt.code_bits)."""
     if fmt.code_bits == 8:
         return codes.contiguous().view(torch.int32)
     halves = codes.unflatten(-1, (2, 4, 4))  # half, k, byte

@@ -192,7 +192,7 @@ class RowLinear:
             *_after_pointers(after, none),
             tiles_each,
             K=a.columns,
-            PARTS=_parts(a.columns),
+            PARTS=_parts(32 * a.groups),  # padding included: the product reads its scratch
             GROUPS_ALL=a.groups,
             ROWS=a.tile.rows,
             GROUPS=a.tile.groups,

@@ -111,7 +111,7 @@ def pack_rows(
     tile = Tile.default(groups) if tile is None else tile
     wide = -(-groups // tile.groups)
     tall = -(-rows // tile.rows)
-    codes = torch.zeros(tall, wide, fmt.words, tile.rows, tile.groups, dtype=torch.int32, device=device)
+    codes = torch.zeros(tall, wide, fmt.code_bits, tile.rows, tile.groups, dtype=torch.int32, device=device)
     small_type = torch.int32 if fmt.scale == PAIR else torch.int16
     small = torch.zeros(tall, wide, tile.rows, tile.groups, dtype=small_type, device=device)
     supers = (

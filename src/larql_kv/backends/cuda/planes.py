@@ -33,10 +33,6 @@ class Planes:
     def groups(self) -> int:
         return self.scale.shape[0]
 
-    @property
-    def nbytes(self) -> int:
-        return self.q.nbytes + self.scale.nbytes + self.sums.nbytes
-
     def decoded(self, values: int) -> torch.Tensor:
         """The values as float32 (values,)."""
         dtype = torch.int8 if self.bits == 8 else torch.int16

@@ -80,17 +80,17 @@ class StepBuffers:
         if positions <= self.capacity:
             return
         config, device = self._decoder.config, self._decoder.device
-        self.capacity = max(self._least, 1 << (positions - 1).bit_length())
+        capacity = max(self._least, 1 << (positions - 1).bit_length())
         for rope in self._decoder.rope_tables:
-            rope.grow(self.capacity)
-        shape = (config.layer_count, self.capacity // _BLOCK)
-        self.kv_tables = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.row_tables = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._host_tables = torch.zeros(shape, dtype=torch.int64)
-        splits = splits_for(self.capacity, config.kv_heads, head_dim=config.head_dim)
-        self.attention = AttentionScratch.empty(
-            config.kv_heads, config.heads // config.kv_heads, config.head_dim, splits, device
-        )
+            rope.grow(capacity)
+        shape = (config.layer_count, capacity // _BLOCK)
+        tables = [torch.zeros(shape, dtype=torch.int64, device=place) for place in (device, device, "cpu")]
+        splits = splits_for(capacity, config.kv_heads, head_dim=config.head_dim)
+        group = config.heads // config.kv_heads
+        attention = AttentionScratch.empty(config.kv_heads, group, config.head_dim, splits, device)
+        # All or nothing: memory may have run out above.
+        self.kv_tables, self.row_tables, self._host_tables = tables
+        self.attention, self.capacity = attention, capacity
 
     def input_of(self, role: str, linear: RowLinear, values: int) -> Planes | torch.Tensor:
         """The quantised row that `linear` multiplies; layers of one layout share it."""
@@ -222,7 +222,6 @@ class StepProgram:
         self._transit = None if bridge is None else bridge.transit  # its buffer's address is in the graph
         self._staging = None if bridge is None else bridge.staging[position & 1]
         self._stages_kv = bridge is not None and bridge.full
-        self.kernels = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         if capture and decoder.device.type == "cuda":  # pragma: cuda only
             self._capture()
@@ -232,6 +231,7 @@ class StepProgram:
         torch.cuda.synchronize(self._decoder.device)
         saved = buffers.saved()
         stream = torch.cuda.Stream(self._decoder.device)
+        stream.wait_stream(torch.cuda.current_stream(self._decoder.device))  # `saved` copied there
         with torch.cuda.stream(stream):
             self.launch()
         stream.synchronize()

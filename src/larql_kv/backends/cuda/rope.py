@@ -29,9 +29,9 @@ class DeviceRope:
         """Tables of at least `positions` rows."""
         if positions <= self.capacity:
             return
-        self.capacity = max(_FIRST, 1 << (positions - 1).bit_length())
-        cos, sin = self._source.rows(0, self.capacity)
-        self.cos, self.sin = cos.to(self._device, copy=True), sin.to(self._device, copy=True)
+        capacity = max(_FIRST, 1 << (positions - 1).bit_length())
+        cos, sin = (table.to(self._device, copy=True) for table in self._source.rows(0, capacity))
+        self.cos, self.sin, self.capacity = cos, sin, capacity  # last: memory may have run out above
 
     def rows(self, first: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) of positions first .. first + n - 1, float32 (n, head_dim / 2), contiguous."""

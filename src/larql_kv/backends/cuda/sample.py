@@ -87,6 +87,7 @@ def draw(
     keep |= rank == 0  # not keep[0] = True: that copies from the host, which a capture refuses
     mass = torch.where(keep, inside, 0.0).cumsum(0)
     kernels.uniform[(1,)](settings.seed, position, settings.uniform)
-    place = torch.searchsorted(mass, settings.uniform * mass[-1], right=True).clamp_max(len(mass) - 1)
+    place = torch.searchsorted(mass, settings.uniform * mass[-1], right=True)
+    place = torch.minimum(place, keep.sum() - 1)  # kept ranks come first; sums may differ by an ulp
     chosen = torch.where(torch.isfinite(ranked).all(), order[place], -1)
     kernels.emit[(1,)](chosen, token, landed, sequence, SLOTS=landed.shape[0])

@@ -31,7 +31,7 @@ class StepExecutor:
     """Runs one-row steps of any capturable state of one model, on one stream."""
 
     def __init__(self, decoder: CudaDecoder) -> None:
-        self._decoder = decoder
+        self._owner = weakref.ref(decoder)  # not a cycle: weights would wait for the collector
         self._buffers: StepBuffers | None = None
         self._programs: dict[tuple[object, ...], StepProgram] = {}
         # Whose tables are on the device, at which version. Weak: a dropped conversation holds nothing.
@@ -43,6 +43,12 @@ class StepExecutor:
         self.capture_seconds: list[float] = []  # of each graph captured so far
         self.steps = 0  # steps that ran as graphs
 
+    @property
+    def _decoder(self) -> CudaDecoder:
+        decoder = self._owner()
+        assert decoder is not None, "the model was dropped"
+        return decoder
+
     # -- asked by engines ------------------------------------------------------------------------------
 
     @property
@@ -53,9 +59,7 @@ class StepExecutor:
     def serves(self, state: State, ffn: FfnBackend) -> bool:
         """Whether the next step of this state under this FFN runs as a graph."""
         asked = getattr(ffn, "in_graph", None)
-        return (
-            asked is not None and asked(self._decoder) and state.length > 0 and state.step_rows() is not None
-        )
+        return asked is not None and asked(self._decoder) and state.length > 0 and state.capturable
 
     def step(self, state: State, token: int) -> torch.Tensor:
         """Run one token; its hidden (1, hidden) float32, a tensor of its own."""
@@ -111,6 +115,7 @@ class StepExecutor:
 
     def forget(self) -> None:
         """Drop every graph (their kernels may have other tiles now)."""
+        self._decoder.synchronize()
         self._programs.clear()
         self._bound = None
 
@@ -154,8 +159,10 @@ class StepExecutor:
     def _program(self, rows: StepRows, position: int, ending: Ending) -> StepProgram:
         buffers = self._require_buffers()
         bridge = rows.bridge
+        # What a graph has the addresses of: tables by capacity, RoPE rows (a prompt may grow those).
+        sizes = (buffers.capacity, *(rope.capacity for rope in self._decoder.rope_tables))
         key = (
-            buffers.capacity,
+            sizes,
             tuple(pages.ring for pages in rows.kv),
             tuple(rows.windows),
             rows.residual is not None,
@@ -165,12 +172,12 @@ class StepExecutor:
         )
         if key not in self._programs:
             buffers.synchronize()  # a graph that is dropped must not be under way
-            self._programs = {old: kept for old, kept in self._programs.items() if old[0] == buffers.capacity}
+            self._programs = {old: kept for old, kept in self._programs.items() if old[0] == sizes}
             self._bound = None  # the warm-up below needs the tables
             buffers.upload(rows)
             buffers.set_position(position)
             begin = time.perf_counter()
-            self._programs[key] = StepProgram(self._decoder, buffers, rows, position, ending)
+            self._programs[key] = StepProgram(weakref.proxy(self._decoder), buffers, rows, position, ending)
             self.capture_seconds.append(time.perf_counter() - begin)
         return self._programs[key]
 
@@ -187,7 +194,7 @@ class StepExecutor:
 
     def _require_buffers(self) -> StepBuffers:
         if self._buffers is None:
-            self._buffers = StepBuffers(self._decoder, _LEAST_CAPACITY)
+            self._buffers = StepBuffers(weakref.proxy(self._decoder), _LEAST_CAPACITY)
         return self._buffers
 
 

@@ -70,7 +70,7 @@ class Weights:
         self._source, self._device = source, device
         self._bits, self._tiles = ACTIVATIONS[activations], tiles or {}
         self._inner = config.intermediate
-        self.converted: list[str] = []  # tensors that are held in another precision than the file's
+        self.converted: set[str] = set()  # tensors that are held in another precision than the file's
         self.layers = [self._layer(f"layers.{index}.") for index in range(config.layer_count)]
         self.final_norm = self._vector("final_norm")
         self.head = self._linear("head", ["embed" if config.tied else "head"])
@@ -98,7 +98,7 @@ class Weights:
         one_run = len(runs) == 1
         if not one_run and (order is not None or not all(raw.kind in FORMATS for raw in raws)):
             runs = [[self._as_float(raw) for raw in raws]]
-        self.converted += [raw.name for raw in raws if raw.kind not in (*FORMATS, "F32", "F16", "BF16")]
+        self.converted |= {raw.name for raw in raws if raw.kind not in (*FORMATS, "F32", "F16", "BF16")}
         groups = raws[0].shape[1] // 32
         rows = sum(raw.shape[0] for raw in raws)
         tile = self._tiles.get(role) or choose_tile(role, rows, groups, raws[0].kind)
@@ -113,7 +113,7 @@ class Weights:
     def _as_float(self, raw: RawTensor) -> RawTensor:
         """A tensor whose stack mates have another type than one launch can hold: bfloat16."""
         if raw.kind != "BF16":
-            self.converted.append(raw.name)
+            self.converted.add(raw.name)
         values = torch.from_numpy(raw.dequantize().copy()).bfloat16()
         data = values.view(torch.uint8).numpy().reshape(raw.shape[0], -1)
         return replace(raw, kind="BF16", data=data)

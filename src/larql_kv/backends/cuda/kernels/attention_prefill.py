@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from larql_kv.backends.cuda.kernels.common import INT
-from larql_kv.backends.cuda.kernels.rows import block_pointer, to_bf16
+from larql_kv.backends.cuda.kernels.common import INT, to_bf16
+from larql_kv.backends.cuda.kernels.rows import block_pointer
 
 FAR: tl.constexpr = tl.constexpr(1 << 30)  # further away than any window reaches
 

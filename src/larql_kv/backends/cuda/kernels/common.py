@@ -35,8 +35,9 @@ else:
         """With dependent launch: let the next kernel start, then wait until the one before has finished.
 
         So kernels start as early as there is room for them, several deep, and load their weights. Before this
-        a kernel may read nothing but weights, tables and rows of earlier steps: of this step's kernels not
-        even those far ahead need have run.
+        a kernel may read nothing but weights, tables, rows of earlier steps and the position: of this step's
+        kernels not even those far ahead need have run. (The position moves at a step's end, and a step is a
+        graph of its own: launches outside a graph go without dependent launch.)
         """
         if PDL:
             gdc_launch_dependents()
@@ -64,7 +65,7 @@ def to_bf16(x):
     if INT:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        return bits.to(tl.float32, bitcast=True)
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
     else:
         return x.to(tl.bfloat16)
 
@@ -182,7 +183,8 @@ def load_here(ptr, mask, other: tl.constexpr):
 def store_planes(z, group, valid, q_ptr, scale_ptr, sums_ptr, stride, BITS: tl.constexpr):
     """Quantise z (n, 32) float32, rows being the groups `group` (n,) int32, into planes of `stride` groups.
 
-    Groups where `valid` (n,) is false are not written. Values of z there must be finite.
+    Groups where `valid` (n,) is false are not written. A NaN comes out as 0: what is not finite is found in
+    the residual row (a prompt's and the final one) and in the logits.
     """
     limit: tl.constexpr = 127.0 if BITS == 8 else 32767.0
     per: tl.constexpr = 4 if BITS == 8 else 2

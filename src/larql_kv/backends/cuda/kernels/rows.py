@@ -12,23 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from larql_kv.backends.cuda.kernels.common import INT
+from larql_kv.backends.cuda.kernels.common import to_bf16
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def to_bf16(x):
-    """float32 -> bf16, to the nearest, ties to even.
-
-    The interpreter's cast cuts bits off: there the result is float32 of a bf16's value.
-    """
-    if INT:
-        bits = x.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
-        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    else:
-        return x.to(tl.bfloat16)
 
 
 @triton.jit
