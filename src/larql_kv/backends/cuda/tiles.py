@@ -14,10 +14,9 @@ _TUNED = {
 }
 
 
-def choose_tile(role: str, rows: int, groups: int, kind: str) -> Tile:
+def choose_tile(role: str, groups: int, kind: str) -> Tile:
     """The tuned tile where the groups of a row fit it; else one that pads the row by at most an eighth."""
     tuned = _TUNED.get((role, kind)) or _TUNED[role, ""]
     if groups % tuned.groups == 0:
         return tuned
-    height = 64 if role == "gate_up" else min(tuned.rows, 32)
-    return Tile.default(groups, height)
+    return Tile.default(groups, 64 if role == "gate_up" else min(tuned.rows, 32))

@@ -100,8 +100,7 @@ class Weights:
             runs = [[self._as_float(raw) for raw in raws]]
         self.converted |= {raw.name for raw in raws if raw.kind not in (*FORMATS, "F32", "F16", "BF16")}
         groups = raws[0].shape[1] // 32
-        rows = sum(raw.shape[0] for raw in raws)
-        tile = self._tiles.get(role) or choose_tile(role, rows, groups, raws[0].kind)
+        tile = self._tiles.get(role) or choose_tile(role, groups, raws[0].kind)
         matrices = [pack_rows(run, self._device, tile, order) for run in runs]
         plain = self._bias(names, raws)
         bias = plain

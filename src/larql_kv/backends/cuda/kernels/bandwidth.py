@@ -20,5 +20,5 @@ def read_words(data, out, CHUNKS: tl.constexpr, SIZE: tl.constexpr):
         b = tl.load(base + SIZE)
         c = tl.load(base + 2 * SIZE)
         d = tl.load(base + 3 * SIZE)
-        mix += a ^ b ^ c ^ d
-    tl.store(out + program, tl.sum(mix, 0))
+        mix ^= a ^ b ^ c ^ d
+    tl.store(out + program, tl.xor_sum(mix, 0))
