@@ -23,7 +23,7 @@ IDS = [token % 900 + 5 for token in range(1200)]
 
 
 _MORE = pytest.mark.skipif(
-    not os.environ.get("LARQL_COMPILE_ALL"), reason="another minute: set LARQL_COMPILE_ALL=1"
+    not os.environ.get("LARQL_CUDA_SLOW"), reason="another minute: set LARQL_CUDA_SLOW=1"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import json
 import sys
 import time
@@ -37,6 +38,7 @@ def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("LARQL_CUDA_SLOW"), reason="minutes: set LARQL_CUDA_SLOW=1")
 def test_every_part_on_a_tiny_model(tiny_file: Path, tmp_path: Path) -> None:
     import cuda_check
 
