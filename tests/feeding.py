@@ -44,7 +44,7 @@ class Executor:
                 parts = (hidden, k, v) if rows.bridge.full else (hidden,)
                 staged = torch.cat([part.flatten() for part in parts])
                 rows.bridge.staging[position & 1, layer].copy_(staged)
-            attended = decoder.attend(q, k, v, pages, position, rows.windows[layer])
+            attended = decoder.attend(q, k, v, pages, position)
             decoder.append_rows(k, v, pages, position, 0)
             decoder.add_attention_(layer, hidden, attended)
             decoder.add_ffn_(layer, hidden, decoder.dense_ffn(layer, decoder.ffn_input(layer, hidden)))

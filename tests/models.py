@@ -12,6 +12,7 @@ import pytest
 
 import larql_kv as lk
 from larql_kv.model.model import Model
+from larql_kv.policy import Exact, ExactWithinWindow
 from larql_kv.spec import EngineSpec
 from tests import tiny_models
 
@@ -34,8 +35,30 @@ def _variants(spec_class: type[EngineSpec]) -> Iterator[str]:
             continue
 
 
-# Every registered engine in all its variants: a new engine is in at once.
-SPECS = [spec for entry in lk.engines() if entry.kind == "kv" for spec in _variants(entry.spec_class)]
+def _is_exact(spec: str) -> bool:
+    return isinstance(lk.parse_spec(spec).policy.contract, Exact | ExactWithinWindow)
+
+
+# Every registered engine in all its variants that promise bits: a new engine is in at once.
+SPECS = [
+    *(spec for entry in lk.engines() if entry.kind == "kv" for spec in _variants(entry.spec_class)),
+    "standard:window=13,sinks=3",
+    "standard:window=9,sinks=20",
+]
+SPECS = [spec for spec in SPECS if _is_exact(spec)]
+
+# Engines that hold codes, with so few recent rows that short texts are coded.
+CODED_SPECS = [
+    "turbo-quant:sinks=0,recent=0",
+    "turbo-quant:bits=3,recent=8",
+    "turbo-quant:k_bits=2,v_bits=4,sinks=70,recent=1,code=uniform",
+    "turbo-quant:sinks=5,recent=10,window=90",
+    "markov-rs:kv=turbo4",
+    "markov-rs:rows=none,kv=turbo3",
+    "markov-rs-codec:window=5",
+    "markov-rs-codec:window=20,codec=int8",
+    "markov-rs-codec:window=1,codec=int4",
+]
 
 
 @functools.cache

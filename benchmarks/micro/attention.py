@@ -24,7 +24,7 @@ def run(quick: bool, roof: float) -> list[Result]:
                     for _ in range(-(-context // ops.KV_BLOCK_ROWS))
                 ]
                 table = torch.tensor([block.data_ptr() for block in blocks], dtype=torch.int64)
-                view = ops.KvView(table, ring=0, dtype_is_bf16=bf16)
+                view = ops.KvStore(table, is_bf16=bf16)
                 q = torch.randn(1, heads, head_dim)
                 k, v = torch.randn(1, kv_heads, head_dim), torch.randn(1, kv_heads, head_dim)
                 seconds = median_seconds(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -18,7 +18,10 @@ class StateKind(StrEnum):
 
     TOKEN_IDS = "token ids"
     KV = "K/V rows"
+    KV_CODES = "K/V codes"
+    KV_WINDOW = "K/V rows of a window, checkpoints and token ids"
     RESIDUAL_ROWS = "residual rows"
+    RESIDUAL_CODES = "residual rows, cold ones coded"
     NOTHING = "nothing"
 
 
@@ -132,9 +135,17 @@ class Contract:
         return None
 
     @property
+    def mask(self) -> dict[str, int]:
+        """How the reference run is masked: `window` and `sinks`, or `tumbling`; empty for the whole text."""
+        return {}
+
+    @property
     def name(self) -> str:
-        fields = ", ".join(f"{key}={value:g}" for key, value in asdict(self).items())
-        return f"{type(self).__name__}({fields})" if fields else type(self).__name__
+        given = {key.name: getattr(self, key.name) for key in fields(self)}
+        shown = ", ".join(
+            f"{key.name}={given[key.name]:g}" for key in fields(self) if given[key.name] != key.default
+        )
+        return f"{type(self).__name__}({shown})" if shown else type(self).__name__
 
     @property
     def nats_allowed(self) -> float:
@@ -211,13 +222,21 @@ class Exact(Contract):
 
 @dataclass(frozen=True)
 class ExactWithinWindow(Contract):
-    """The logits of a full run in which every layer sees only the last `window` positions."""
+    """The logits of a full run in which every layer sees only the last `window` positions, and the first
+    `sinks`; or with `tumbling`, those of its own window among windows that follow one another, and the last
+    position of the one before."""
 
     window: int
+    sinks: int = 0
+    tumbling: bool = False
 
     @property
     def reference_window(self) -> int:
         return self.window
+
+    @property
+    def mask(self) -> dict[str, int]:
+        return {"tumbling": self.window} if self.tumbling else {"window": self.window, "sinks": self.sinks}
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ read the registry, so a new engine needs no other edit.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -76,18 +76,17 @@ class EngineSpec:
         """Bounds hold however a spec is made; 0 means none where a key may be none."""
         hints = typing.get_type_hints(type(self))
         for spec_field in fields(self):
-            name, hint = spec_field.name, hints[spec_field.name]
-            value = getattr(self, name)
-            options = typing.get_args(hint) or (hint,)
-            literal = typing.get_origin(hint) is Literal
-            if not (
-                value in options if literal else type(value) in options or (value is None and None in options)
+            name, hint = _key_name(spec_field), hints[spec_field.name]
+            value = getattr(self, spec_field.name)
+            options = _options(hint)
+            if type(value) not in options and not any(
+                value == option and type(value) is type(option) for option in options
             ):
-                raise SpecError(f"{name}={value!r} is not a valid {_wanted(options)}")
+                raise SpecError(f"{name}={value!r} is not {_wanted(options)}")
             if type(value) in (int, float):
                 _check_bounds(spec_field, name, value)
                 if value == 0 and hint == int | None:
-                    object.__setattr__(self, name, None)
+                    object.__setattr__(self, spec_field.name, None)
 
     @property
     def policy(self) -> StatePolicy:
@@ -102,11 +101,15 @@ class EngineSpec:
         """The state this engine keeps, empty. May refuse a model with ModelError, giving the reason."""
         raise NotImplementedError
 
+    def cost_note(self, model: Model) -> str:
+        """What a user should know of this state's size on `model`, in one line; empty for nothing."""
+        return ""
+
     @property
     def text(self) -> str:
         """The spec in its canonical text form; `parse_spec(spec.text) == spec`."""
         given = [
-            f"{key.name}={_show(getattr(self, key.name))}"
+            f"{_key_name(key)}={_show(getattr(self, key.name))}"
             for key in fields(self)
             if getattr(self, key.name) != key.default
         ]
@@ -174,20 +177,24 @@ def parse_spec(text: str, context_window: int | None = None) -> EngineSpec:
     if name.lower() not in _ALIASES:
         raise SpecError(f"unknown engine {name!r}{_nearest(name, _ALIASES)}; see `larql engines`")
     entry, alias = _ALIASES[name.lower()]
+    names = {_key_name(spec_field): spec_field.name for spec_field in fields(entry.spec_class)}
     given: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in tail.split(","))):
         key_name, equals, raw = (piece.strip() for piece in part.partition("="))
         known = {info.name: info for info in entry.keys}
         if not equals:
-            raise SpecError(f"{part!r} in spec {text!r} is not of the form key=value")
+            raise SpecError(
+                f"{part!r} in spec {text!r} is not of the form key=value (a path cannot hold a comma here)"
+            )
         if key_name not in known:
             keys = ", ".join(known) or "none"
             raise SpecError(
                 f"engine {entry.name!r} has no key {key_name!r}{_nearest(key_name, known)} (keys: {keys})"
             )
-        if key_name in given:
+        field_name = names[key_name]
+        if field_name in given:
             raise SpecError(f"key {key_name!r} is given twice in spec {text!r}")
-        given[key_name] = _convert(entry.spec_class, key_name, raw)
+        given[field_name] = _convert(entry.spec_class, field_name, raw)
     values = {**alias.preset, **given}
     for needed in alias.requires:
         if not values.get(needed) and needed == "window" and context_window:
@@ -224,28 +231,34 @@ def split_specs(text: str) -> list[str]:
     return specs
 
 
+def _options(hint: Any) -> tuple[Any, ...]:
+    """What a key takes: types, and the values of its Literals."""
+    if typing.get_origin(hint) is Literal:
+        return typing.get_args(hint)
+    parts = typing.get_args(hint) or (hint,)
+    return parts if parts == (hint,) else tuple(option for part in parts for option in _options(part))
+
+
 def _convert(spec_class: type[EngineSpec], name: str, raw: str) -> Any:
-    accepted = typing.get_type_hints(spec_class)[name]
-    options = typing.get_args(accepted) if isinstance(accepted, types.UnionType) else (accepted,)
+    options = _options(typing.get_type_hints(spec_class)[name])
     if type(None) in options and raw.lower() in ("none", ""):
         return None
-    if typing.get_origin(accepted) is Literal:
-        if raw in typing.get_args(accepted):
-            return raw
-        raise SpecError(f"{name}={raw!r} is not one of {', '.join(typing.get_args(accepted))}")
     for option in options:
         if option in (int, float, str):
-            try:
-                value = option(raw)
-            except ValueError:
-                continue
-            return value
-    raise SpecError(f"{name}={raw!r} is not a valid {_wanted(options)}")
+            with contextlib.suppress(ValueError):
+                return option(raw)
+        elif str(option) == raw:
+            return option
+    raise SpecError(f"{name.rstrip('_')}={raw!r} is not {_wanted(options)}")
 
 
 def _wanted(options: tuple[Any, ...]) -> str:
-    return " or ".join(
-        "none" if option is type(None) else getattr(option, "__name__", repr(option)) for option in options
+    names = [
+        "none" if option is type(None) else option.__name__ if isinstance(option, type) else str(option)
+        for option in options
+    ]
+    return ("a valid " if len(names) <= 2 else "one of ") + (
+        " or ".join(names) if len(names) <= 2 else ", ".join(names)
     )
 
 
@@ -259,11 +272,16 @@ def _check_bounds(spec_field: Field[Any], name: str, value: Any) -> None:
         raise SpecError(f"{name} must be at most {high}, got {value}")
 
 
+def _key_name(spec_field: Field[Any]) -> str:
+    """The key of a field: its name, without an underscore that keeps it apart from a property."""
+    return spec_field.name.rstrip("_")
+
+
 def _key_info(spec_class: type[EngineSpec], spec_field: Field[Any]) -> KeyInfo:
     hint = typing.get_type_hints(spec_class)[spec_field.name]
     shown = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
     default = None if spec_field.default is MISSING else spec_field.default
-    return KeyInfo(spec_field.name, shown, default, spec_field.metadata.get("help", ""))
+    return KeyInfo(_key_name(spec_field), shown, default, spec_field.metadata.get("help", ""))
 
 
 def _nearest(name: str, known: typing.Iterable[str]) -> str:

@@ -25,7 +25,7 @@ class Store:
             sizes.append(64)
         self.blocks = [torch.full((2, kv_heads, size, hd), math.nan, dtype=dtype) for size in sizes]
         table = torch.tensor([b.data_ptr() for b in self.blocks], dtype=torch.int64)
-        self.view = ops.KvView(table, 64, ring, bf16)
+        self.view = ops.KvStore(table, ring, bf16)
 
 
 def reference(
@@ -155,10 +155,10 @@ def test_one_row_at_a_time_by_the_short_way(heads: int, kv_heads: int, hd: int, 
     for window, ring, cap in ((None, 0, None), (40, 40, 5.0), (200, 0, None)):
         whole = run(q, k, v, [total], window=window, cap=cap, bf16=bf16)
         store = Store(kv_heads, hd, total, ring, bf16)
-        row = ops.RowAttention(heads, kv_heads, hd, bf16, 0.2, cap)
+        row = ops.RowAttention(heads, kv_heads, hd, 0.2, cap)
         for p in range(total):
             torch.set_num_threads(1 + p % 2)
-            args = (k[p : p + 1], v[p : p + 1], store.view.table, ring)
+            args = (k[p : p + 1], v[p : p + 1], store.view)
             out = row.attend(q[p : p + 1], *args, p, window)
             assert torch.equal(out, whole[p : p + 1]), (window, p)
             row.append(*args, p)
@@ -167,7 +167,7 @@ def test_one_row_at_a_time_by_the_short_way(heads: int, kv_heads: int, hd: int, 
     with pytest.raises(ValueError, match="do not fit"):
         row.attend(q[:1], *args, 64 * len(store.blocks) + 1, None)
     with pytest.raises(ValueError, match="does not fit a ring"):
-        row.attend(q[:1], k[:1], v[:1], store.view.table, 40, 50, 42)
+        row.attend(q[:1], k[:1], v[:1], Store(kv_heads, hd, 0, 40, bf16).view, 50, 42)
 
 
 @settings(max_examples=40, deadline=None)
@@ -243,4 +243,46 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         ops.append_rows(k, v, store.view, 62)
     with pytest.raises(ValueError, match="int64"):
-        ops.KvView(torch.zeros(2))
+        ops.KvStore(torch.zeros(2))
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize(("window", "sinks"), [(40, 4), (7, 20), (1, 1), (40, 70)])
+def test_sinks_stay_where_a_window_cuts(window: int, sinks: int, cap: float | None) -> None:
+    """Against float64; and the same bits from one call, single rows, a ring and a masked full store."""
+    total, kv_heads, hd = 230, 2, 32
+    q, k, v = random_qkv(total, 4, kv_heads, hd)
+    group_k, group_v = (t.double().repeat_interleave(2, dim=1) for t in (k, v))
+    scores = torch.einsum("nhd,thd->hnt", q.double(), group_k) * 0.2
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    position, key = torch.arange(total)[:, None], torch.arange(total)[None]
+    seen = (key <= position) & ((key > position - window) | (key < sinks))
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    exact = torch.einsum("hnt,thd->nhd", weights, group_v).reshape(total, -1)
+
+    def fed(cuts: list[int], ring: int) -> Tensor:
+        store = Store(kv_heads, hd, total, ring)
+        kept = Store(kv_heads, hd, sinks)
+        store.view.set_sinks(sinks, torch.tensor([b.data_ptr() for b in kept.blocks]))
+        outs, first = [], 0
+        for n in cuts:
+            part = slice(first, first + n)
+            new = (k[part].contiguous(), v[part].contiguous())
+            outs.append(
+                ops.attend(q[part].contiguous(), *new, store.view, first, window, 0.2, cap, sinks=sinks)
+            )
+            sunk = max(0, min(sinks - first, n))
+            if sunk:
+                ops.append_rows(new[0][:sunk], new[1][:sunk], store.view, first)
+            skip = max(sunk, n - ring) if ring else sunk
+            ops.append_rows(*new, store.view, first, skip)
+            first += n
+        return torch.cat(outs)
+
+    whole = fed([total], 0)
+    assert (whole - exact).abs().max() < 3e-6
+    assert torch.equal(fed([total], window), whole)
+    for cuts in ([1] * total, [sinks, total - sinks], [100, 1, 1, 128]):
+        assert torch.equal(fed(cuts, window), whole), cuts
+        assert torch.equal(fed(cuts, 0), whole), cuts

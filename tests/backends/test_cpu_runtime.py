@@ -17,7 +17,7 @@ import sys, torch
 from concurrent.futures import ThreadPoolExecutor
 from larql_kv.backends.cpu import ops, runtime
 count = ops.precompile()
-view = ops.KvView(torch.empty(0, dtype=torch.int64))
+view = ops.KvStore(torch.empty(0, dtype=torch.int64))
 x = torch.randn(12, 2, 16)
 expected = ops.attend(x, x, x, view, 0, None, 0.1)
 with ThreadPoolExecutor(4) as pool:

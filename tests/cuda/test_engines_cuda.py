@@ -105,7 +105,7 @@ def test_logits_and_tokens_are_the_same_under_every_mask() -> None:
 
 def host_holds_what_the_device_does(engine: KvEngine) -> None:
     state: Any = engine._state
-    for layer, pages in enumerate(state.kv.pages):
+    for layer, pages in enumerate(rows.hot for rows in state.kv.rows):
         first = engine.length - pages.live_rows(engine.length)
         rows = state.pages[layer].read(first, engine.length).cpu()
         assert torch.equal(state.bridge.rows[layer].read(first, engine.length), rows)

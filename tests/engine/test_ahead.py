@@ -223,14 +223,14 @@ def test_tables_change_version_when_they_change() -> None:
     seen = rows.reserve(60)
     assert [rows.reserve(position) for position in (61, 62, 63)] == [seen] * 3
     assert rows.reserve(64) > seen, "a block more on the layers that keep everything"
-    tables = [pages.table.clone() for pages in (*rows.kv, *rows.residual)]
+    tables = [pages.table.clone() for pages in (*(kv.hot for kv in rows.kv), *rows.residual)]
     child = engine.fork()
     twin = child._state.step_rows()
     assert twin is not None
     assert twin is not rows
     before = rows.version
     assert rows.reserve(62) > before, "the block to be written is shared: it is cloned"
-    after = [pages.table for pages in (*rows.kv, *rows.residual)]
+    after = [pages.table for pages in (*(kv.hot for kv in rows.kv), *rows.residual)]
     assert any(not torch.equal(old, new) for old, new in zip(tables, after, strict=True))
     before = rows.version
     engine.reset()

@@ -175,7 +175,7 @@ def compare_host_with_device(engine: KvEngine, length: int) -> None:
     state = engine._state
     held = state.bridge
     held.drain()
-    for layer, pages in enumerate(state.kv.pages):
+    for layer, pages in enumerate(rows.hot for rows in state.kv.rows):
         first = length - pages.live_rows(length)
         if held.full:
             heads = engine.model.config.kv_heads

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from larql_kv.state.pages import PagedRows
+    from collections.abc import Sequence
+
+    from larql_kv.codec.turbo import TurboCode
+    from larql_kv.state.kv_rows import KvRows
 
 
 class Decoder(Protocol):
@@ -43,15 +46,39 @@ class Decoder(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        past: PagedRows,
+        past: KvRows,
         first: int,
-        window: int | None,
     ) -> torch.Tensor:
-        """Causal attention over the past's rows and the new ones -> (n, heads * head_dim)."""
+        """Causal attention over what `past` attends of its rows and the new ones -> (n, heads * head_dim)."""
         ...
 
-    def append_rows(self, k: torch.Tensor, v: torch.Tensor, past: PagedRows, first: int, skip: int) -> None:
-        """Write K/V rows skip.. (position first + skip ..) into reserved slots."""
+    def append_rows(self, k: torch.Tensor, v: torch.Tensor, past: KvRows, first: int, skip: int) -> None:
+        """Write K/V rows skip.. (position first + skip ..) into reserved slots of full precision."""
+        ...
+
+    def check_kv_rows(self, rows: Sequence[KvRows]) -> None:
+        """Raises BackendUnavailable for layers whose rows this backend cannot attend."""
+        ...
+
+    def rotated(self, x: torch.Tensor, code: TurboCode, as_stored: bool = False) -> torch.Tensor:
+        """Head vectors (n, heads, head_dim) in the code's rotated domain (its own inverse), fresh;
+        `as_stored`: with values of the K/V dtype."""
+        ...
+
+    def encode(
+        self,
+        code: TurboCode,
+        x: torch.Tensor,
+        mean: torch.Tensor | None,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:
+        """Code rotated x (heads, n, head_dim) float32, less mean (heads, head_dim), into codes (heads, n,
+        bytes) uint8 and scales (heads, n) float32: views of a block."""
+        ...
+
+    def attention_norm(self, layer: int) -> torch.Tensor:
+        """The weight (hidden,) float32 of the norm that a layer's rows meet first."""
         ...
 
     def add_attention_(self, layer: int, rows: torch.Tensor, attended: torch.Tensor) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from larql_kv.bench.checks import contract_of, stages_of
 from larql_kv.bench.machine import OtherLoad, device_facts, machine_facts
@@ -22,6 +22,7 @@ from larql_kv.bench.steps import next_id, next_ids
 from larql_kv.bench.sweep import run_sweep
 from larql_kv.engine import build_engine
 from larql_kv.errors import EngineError, ModelError, SpecError
+from larql_kv.ffn.base import DenseFfn, FfnBackend, path_table
 from larql_kv.policy import StateKind
 
 if TYPE_CHECKING:
@@ -30,11 +31,22 @@ if TYPE_CHECKING:
     from larql_kv.spec import EngineSpec
 
 
+MakeFfn = Callable[[], FfnBackend]
+
+
 class Contestant:
     """One engine's place in the bench: its row, and the engine of the current repeat."""
 
-    def __init__(self, spec: EngineSpec, model: Model, plan: Plan, mask: str | None = None) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        model: Model,
+        plan: Plan,
+        mask: str | None = None,
+        make_ffn: MakeFfn | None = None,
+    ) -> None:
         self.spec, self.model, self.plan, self.mask = spec, model, plan, mask
+        self.make_ffn = make_ffn  # a new one an engine: what its caches saw is no other engine's
         self.name = spec.text if mask is None else f"{spec.text} (mask {mask})"
         self.row = Row(spec.text, policy=spec.policy.to_dict())
         self.engine: KvEngine | None = None
@@ -62,7 +74,7 @@ class Contestant:
             self.engine = None
 
     def build(self) -> KvEngine:
-        engine = build_engine(self.spec, self.model)
+        engine = build_engine(self.spec, self.model, None if self.make_ffn is None else self.make_ffn())
         if self.mask is not None:
             engine.set_capture(self.mask)
         return engine
@@ -111,7 +123,8 @@ class Contestant:
         if not row.ids:
             row.ids = self._ids
         row.same_in_every_repeat &= row.ids == self._ids
-        row.weight_bytes = int(self.model.decoder.facts()["bytes_per_step"])
+        saved = sum(map(engine.ffn.saved_bytes, range(self.model.config.layer_count)))
+        row.weight_bytes = int(self.model.decoder.facts()["bytes_per_step"]) - saved
         if not self.recomputes:
             row.state_bytes_read = (self._kv_before + live_kv_bytes(engine)) / 2
         row.ledger = engine.ledger().to_dict() | {"tokens": engine.length}
@@ -121,7 +134,7 @@ class Contestant:
 
 def live_kv_bytes(engine: KvEngine) -> int:
     """Bytes of the K/V rows that the next step's attention will read."""
-    return sum(item.live for item in engine.ledger() if item.name == "K/V rows")
+    return sum(item.live for item in engine.ledger() if item.name in ("K/V rows", "K/V codes"))
 
 
 def standard_kv_bytes(model: Model, tokens: int) -> int:
@@ -138,14 +151,16 @@ def run_bench(
     name: str = "",
     bandwidth: float | None = None,
     progress: Progress = lambda label: None,
+    make_ffn: MakeFfn | None = None,
 ) -> Report:
     """Measure every spec on `model`. An engine that fails is a row with its failure, the others go on.
 
+    Every engine gets an FFN from `make_ffn` (None: the model's own dense one).
     `bandwidth` (GB/s) is what shares are of. Raises ModelError when the runs do not fit the model's context.
     """
     plan.check_context(model.config.context)
     model.decoder.prepare()
-    field = [Contestant(spec, model, plan) for spec in specs]
+    field = [Contestant(spec, model, plan, make_ffn=make_ffn) for spec in specs]
     order: list[tuple[int, str, str]] = []
     _warm(field, progress)
     masked = _under_full_mask(field) if plan.masks else []
@@ -154,7 +169,7 @@ def run_bench(
     for repeat in range(plan.repeats):
         _run_repeat(repeat, [*field, *masked], plan, order, progress)
     other_cores = others.cores()
-    reference = _standard_ids(model, field, plan)
+    reference = _standard_ids(model, field, plan, make_ffn)
     for contestant in field:
         _settle(contestant, reference, progress)
     if plan.contexts:
@@ -163,7 +178,13 @@ def run_bench(
     return Report(
         *(int(time.time()), name or model.source, str(facts.get("form", "")), facts, machine_facts()),
         *(plan, bandwidth, [item.row for item in field], order, other_cores, device_facts(model)),
+        ffn_facts(DenseFfn(model) if make_ffn is None else make_ffn(), model),
     )
+
+
+def ffn_facts(ffn: FfnBackend, model: Model) -> dict[str, Any]:
+    """{name, paths} of an FFN on `model`."""
+    return {"name": ffn.name, "paths": path_table(ffn, range(model.config.layer_count))}
 
 
 def _warm(field: Sequence[Contestant], progress: Progress) -> None:
@@ -177,7 +198,7 @@ def _under_full_mask(field: Sequence[Contestant]) -> list[Contestant]:
     """The engines whose best mask leaves something out, once more under the mask `full`."""
     masked = []
     for contestant in field:
-        twin = Contestant(contestant.spec, contestant.model, contestant.plan, mask="full")
+        twin = Contestant(*(contestant.spec, contestant.model, contestant.plan), "full", contestant.make_ffn)
         try:
             twin.build()
         except (SpecError, EngineError, ModelError):  # takes no part in the cascade, or was refused before
@@ -215,13 +236,13 @@ def _run_repeat(
             contestant.finish()
 
 
-def _standard_ids(model: Model, field: list[Contestant], plan: Plan) -> list[int]:
+def _standard_ids(model: Model, field: list[Contestant], plan: Plan, make_ffn: MakeFfn | None) -> list[int]:
     """What plain `standard` generates; run untimed when it is not among the engines."""
     for contestant in field:
         if contestant.spec.text == "standard" and contestant.alive:
             return contestant.row.ids
     try:
-        engine = build_engine("standard", model)
+        engine = build_engine("standard", model, None if make_ffn is None else make_ffn())
         first = next_id(model, engine.prefill(plan.prompt_ids))
         ids = [first, *next_ids(engine, first, plan.warmup + plan.tokens)]
     except (EngineError, ModelError):

@@ -288,7 +288,7 @@ class KvEngine(EngineFacts):
         """The engine whose logits this engine's contract names, empty."""
         from larql_kv.engine.reference import Reference
 
-        return KvEngine(Reference(window=self.policy.contract.reference_window), self.model, self.ffn)
+        return KvEngine(Reference(**self.policy.contract.mask), self.model, self.ffn)
 
     # -- state ---------------------------------------------------------------------------------------
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from larql_kv.engine.kv_forms import KvForm, coding_of, nats_of
 from larql_kv.engine.preconditions import require_residual_sufficiency
 from larql_kv.errors import SpecError
 from larql_kv.model.model import Model
-from larql_kv.policy import Exact, StateKind, StatePolicy
+from larql_kv.policy import BoundedKL, Exact, StateKind, StatePolicy
 from larql_kv.spec import EngineSpec, engine, key
 from larql_kv.state.residual import ResidualState
 from larql_kv.state.token_state import TokenState
@@ -26,6 +27,7 @@ class MarkovResidual(EngineSpec):
     rows: Literal["device", "host", "none"] = key(
         "device", "where residual rows live: device, host, or none kept (the token ids are canonical then)"
     )
+    kv: KvForm = key("full", "the K/V derived: full precision, or codes as turbo-quant has them")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,10 +40,13 @@ class MarkovResidual(EngineSpec):
     @property
     def policy(self) -> StatePolicy:
         canonical = StateKind.TOKEN_IDS if self.rows == "none" else StateKind.RESIDUAL_ROWS
+        coding = coding_of(self.kv)
+        if coding is not None:
+            return StatePolicy(canonical, StateKind.KV_CODES, BoundedKL(nats_of(coding)))
         return StatePolicy(canonical, StateKind.KV, Exact())
 
     def build_state(self, model: Model) -> ResidualState | TokenState:
         if self.rows == "none":
-            return TokenState(model)
+            return TokenState(model, coding_of(self.kv))
         require_residual_sufficiency(model.config, self.engine_name)
-        return ResidualState(model, self.window, self.rows)
+        return ResidualState(model, self.window, self.rows, coding=coding_of(self.kv))

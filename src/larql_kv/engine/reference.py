@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from larql_kv.model.model import Model
 from larql_kv.policy import Exact, StateKind, StatePolicy
 from larql_kv.spec import EngineSpec
-from larql_kv.state.kv import KVState
+from larql_kv.state.kv import KvLayout, KVState
 
 
 @dataclass(frozen=True)
 class Reference(EngineSpec):
-    """Every K/V row is kept, and masked to the last `window` positions. Not registered: nobody serves it."""
+    """Every K/V row is kept, and masked as a contract says (`Contract.mask`). Not registered: nobody serves
+    it."""
 
     engine_name = "reference"
     window: int | None = None
+    sinks: int = 0
+    tumbling: int | None = None
 
     @property
     def policy(self) -> StatePolicy:
@@ -26,4 +29,4 @@ class Reference(EngineSpec):
         return True
 
     def build_state(self, model: Model) -> KVState:
-        return KVState(model, self.window, retire=False)
+        return KVState(model, KvLayout(self.window, self.sinks, self.tumbling, retire=False))

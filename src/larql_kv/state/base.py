@@ -17,18 +17,18 @@ from larql_kv.state.pages import BLOCK, PagedRows
 if TYPE_CHECKING:
     from larql_kv.model.model import Model
     from larql_kv.state.bridge import CaptureMask, HostBridge
+    from larql_kv.state.kv_rows import KvRows
 
 
 @dataclass
 class StepRows:
     """Where a captured one-row step at position p reads and writes, by layer.
 
-    It attends the rows of `kv` inside `windows` and writes row p there, into `residual` (the row entering the
-    layer, in the K/V dtype) and into half p & 1 of `bridge.staging`, where there are such.
+    It attends the rows of `kv` and writes row p there, into `residual` (the row entering the layer, in the
+    K/V dtype) and into half p & 1 of `bridge.staging`, where there are such.
     """
 
-    kv: list[PagedRows]
-    windows: list[int | None]
+    kv: list[KvRows]
     residual: list[PagedRows] | None = None
     bridge: HostBridge | None = None
     _pages: list[PagedRows] = field(init=False, repr=False)
@@ -36,7 +36,7 @@ class StepRows:
     _reserved: int = field(init=False, default=-1, repr=False)  # the version that was reserved in
 
     def __post_init__(self) -> None:
-        self._pages = [*self.kv, *(self.residual or [])]
+        self._pages = [*(rows.hot for rows in self.kv), *(self.residual or [])]
         self._rings = {pages.ring for pages in self._pages}
 
     @property
@@ -156,7 +156,7 @@ class RowState(State):
 
     def _resolve_trim(self, length: int) -> int:
         """The length that is left when positions >= `length` go: `length`, or 0 when a ring lost a row."""
-        length = min(length, self.length)
+        length = self.length = min(length, self.length)  # before `_written`: an interrupt may fall between
         wrapped = self._smallest_ring is not None and self._written > self._smallest_ring
         if wrapped and length < self._written - 1:
             length = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from larql_kv.state.transit import Lane, Transit
 if TYPE_CHECKING:
     from larql_kv.backends.base import Decoder
     from larql_kv.model.model import Model
+    from larql_kv.state.coded_rows import CodedRows
     from larql_kv.state.ledger import LedgerEntry
 
 SLOTS = 64  # steps that the pinned ring holds
@@ -81,7 +83,7 @@ class HostBridge:
         self,
         model: Model,
         mask: CaptureMask,
-        home: list[PagedRows] | None = None,
+        home: Sequence[PagedRows | CodedRows] | None = None,
         slots: int | None = None,
         lane: Lane | None = None,
     ) -> None:
@@ -99,7 +101,7 @@ class HostBridge:
             return [PagedRows(make_block, ring) for ring in rings]
 
         self._owns_rows = home is None
-        self.rows = pages(self.hidden) if home is None else home
+        self.rows: Sequence[PagedRows | CodedRows] = pages(self.hidden) if home is None else home
         self.kv = pages(2 * self.kv_dim) if self.full else []
         self._transit = _transit(model, self.width, slots or SLOTS, lane)
         self._first = self._count = 0
@@ -216,7 +218,7 @@ class HostBridge:
             pages.clear()
         return freed
 
-    def fork(self, home: list[PagedRows] | None) -> HostBridge:
+    def fork(self, home: Sequence[PagedRows | CodedRows] | None) -> HostBridge:
         """The bridge of a forked state (`home`: its pages). Buffers are shared; `drain` came before."""
         twin = copy.copy(self)
         twin.rows = [pages.fork() for pages in self.rows] if home is None else home
@@ -224,7 +226,7 @@ class HostBridge:
         twin._count = 0
         return twin
 
-    def _copies(self) -> list[PagedRows]:
+    def _copies(self) -> list[PagedRows | CodedRows]:
         return [*(self.rows if self._owns_rows else []), *self.kv]
 
     def entries(self, length: int) -> list[LedgerEntry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -10,7 +11,9 @@ import torch
 from larql_kv.model.model import Model
 from larql_kv.state.base import RowState, StepRows
 from larql_kv.state.bridge import CaptureMask, HostBridge, crosses_to_host
-from larql_kv.state.kv import KVState
+from larql_kv.state.coded_rows import CodedRows
+from larql_kv.state.kv import KvLayout, KVState
+from larql_kv.state.kv_code import KvCoding
 from larql_kv.state.ledger import LedgerEntry
 from larql_kv.state.pages import PagedRows
 
@@ -25,11 +28,11 @@ class DerivedKVState(RowState):
 
     best_capture = CaptureMask.NONE
 
-    capturable = True
-
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, coding: KvCoding | None = None) -> None:
+        """`coding`: hold the derived K/V as codes."""
         super().__init__(model, [layer.window for layer in model.config.layers])
-        self.kv = KVState(model, role="derivative")
+        self.kv = KVState(model, KvLayout(coding=coding), role="derivative")
+        self.capturable = self.kv.capturable
         self.rows_read = self.kv.rows_read
         self.bridge: HostBridge | None = None
         self._step_rows: StepRows | None = None
@@ -39,7 +42,7 @@ class DerivedKVState(RowState):
         self.bridge = HostBridge(self.model, mask, self._host_rows()) if crosses else None
         self._step_rows = None
 
-    def _host_rows(self) -> list[PagedRows] | None:
+    def _host_rows(self) -> Sequence[PagedRows | CodedRows] | None:
         """The canonical residual rows that lie on the host, or None."""
         return None
 
@@ -76,8 +79,10 @@ class DerivedKVState(RowState):
         self.length = self.kv.length = length
 
     def step_rows(self) -> StepRows | None:
+        if not self.capturable:
+            return None
         if self._step_rows is None:
-            self._step_rows = StepRows(self.kv.pages, self.kv.windows, self._device_rows(), self.bridge)
+            self._step_rows = StepRows(self.kv.rows, self._device_rows(), self.bridge)
         return self._step_rows
 
     def count_step(self, first: int) -> None:
@@ -89,16 +94,21 @@ class DerivedKVState(RowState):
         freed = sum(item.capacity for item in self.kv.entries() if item.role == "derivative")
         if self.bridge is not None:
             freed += self.bridge.drop()
-        for pages in self.kv.pages:
-            pages.clear()
+        for rows in self.kv.rows:
+            rows.clear()
         return freed
 
     def trim(self, length: int) -> None:
         self.length = self.kv.length = self._resolve_trim(length)
         if self.bridge is not None:
             self.bridge.trim(self.length)
-        for pages in self.kv.pages:
-            pages.truncate(pages.live_rows(self.length))
+        for rows in self.kv.rows:
+            rows.truncate(self.length)
+        if any(rows.code is not None and rows.coded > rows.code.edge(self.length) for rows in self.kv.rows):
+            self.drop_derivative()  # what this length would not have coded is derived again
+
+    def coded_share(self) -> float | None:
+        return self.kv.coded_share()
 
     def _twin(self: Derived) -> Derived:
         """A copy with forked K/V; the subclass forks its rows, then the bridge (`_fork_bridge`)."""

@@ -55,13 +55,16 @@ class PagedRows:
     def __init__(self, make_block: Callable[[int], torch.Tensor], ring: int | None) -> None:
         self._make_block = make_block
         self.ring = ring
-        self._blocks: list[_Block] = []
+        self._blocks: list[_Block | None] = []  # None: let go of, see `release_below`
         self.table = torch.zeros(8, dtype=torch.int64)
         self.version = 0
+        self.has_gaps = False  # whether some block may be None
         self._shared = False  # only a page list that was forked pays for the ownership check
 
     def block(self, index: int) -> torch.Tensor:
-        return self._blocks[index].tensor
+        block = self._blocks[index]
+        assert block is not None
+        return block.tensor
 
     @property
     def block_count(self) -> int:
@@ -84,21 +87,28 @@ class PagedRows:
                 first, stop = 0, self.ring
             else:
                 first, stop = first % self.ring, (stop - 1) % self.ring + 1
-        last_block = (stop - 1) // BLOCK
-        while len(self._blocks) <= last_block:
-            block = _Block(self._make_block(self.rows_of_block(len(self._blocks))), self)
-            if len(self._blocks) == len(self.table):
-                self.table = torch.cat((self.table, torch.zeros_like(self.table)))
-            self.table[len(self._blocks)] = block.tensor.data_ptr()
-            self._blocks.append(block)
-            self.version += 1
+        first_block, last_block = first // BLOCK, (stop - 1) // BLOCK
+        for index in range(
+            first_block if self.has_gaps else min(first_block, len(self._blocks)), last_block + 1
+        ):
+            if index >= len(self._blocks) or self._blocks[index] is None:
+                self._make(index)
         if self._shared:
-            for index in range(first // BLOCK, last_block + 1):
+            for index in range(first_block, last_block + 1):
                 self._unshare(index)
+
+    def _make(self, index: int) -> None:
+        block = _Block(self._make_block(self.rows_of_block(index)), self)
+        while len(self.table) <= index:
+            self.table = torch.cat((self.table, torch.zeros_like(self.table)))
+        self._blocks.extend([None] * (index + 1 - len(self._blocks)))
+        self._blocks[index] = block
+        self.table[index] = block.tensor.data_ptr()
+        self.version += 1
 
     def _unshare(self, index: int) -> None:
         block = self._blocks[index]
-        if len(block.owners) > 1:
+        if block is not None and len(block.owners) > 1:
             own = _Block(self._make_block(self.rows_of_block(index)).copy_(block.tensor), self)
             self._blocks[index] = own
             self.table[index] = own.tensor.data_ptr()
@@ -107,7 +117,7 @@ class PagedRows:
 
     def write(self, rows: torch.Tensor, first: int) -> None:
         """Copy rows (n, ...) into the slots of positions first.. (reserved before); blocks are (64, ...)."""
-        for offset, index, slot, count in self._runs(first, first + rows.shape[0]):
+        for offset, index, slot, count in self.runs(first, first + rows.shape[0]):
             self.block(index)[slot : slot + count].copy_(rows[offset : offset + count])
 
     def put(self, rows: torch.Tensor, first: int) -> None:
@@ -118,10 +128,10 @@ class PagedRows:
 
     def read(self, first: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Rows of positions first..stop-1, concatenated (into `out`, of that shape)."""
-        runs = self._runs(first, stop)
+        runs = self.runs(first, stop)
         return torch.cat([self.block(index)[slot : slot + count] for _, index, slot, count in runs], out=out)
 
-    def _runs(self, first: int, stop: int) -> list[tuple[int, int, int, int]]:
+    def runs(self, first: int, stop: int) -> list[tuple[int, int, int, int]]:
         """Positions first..stop-1 as runs within one block: (offset, block, row in block, count)."""
         runs = []
         position = first
@@ -137,6 +147,19 @@ class PagedRows:
         """Let go of the blocks that no slot below `length` lies in."""
         self._release((length + BLOCK - 1) // BLOCK)
 
+    def release_below(self, position: int) -> None:
+        """Let go of the blocks wholly below `position` (no ring): their rows are kept elsewhere now. They are
+        made again where `reserve` asks for them."""
+        for index in range(min(position // BLOCK, len(self._blocks)) - 1, -1, -1):
+            block = self._blocks[index]
+            if block is None:
+                break
+            block.owners.discard(self)
+            self._blocks[index] = None
+            self.table[index] = 0
+            self.has_gaps = True
+            self.version += 1
+
     def clear(self) -> None:
         self._release(0)
 
@@ -144,8 +167,10 @@ class PagedRows:
         if keep >= len(self._blocks):
             return
         for block in self._blocks[keep:]:
-            block.owners.discard(self)
+            if block is not None:
+                block.owners.discard(self)
         del self._blocks[keep:]
+        self.has_gaps = self.has_gaps and keep > 0
         self.version += 1
         self.table[keep:] = 0  # an address that nobody owns must not be followed
 
@@ -153,8 +178,10 @@ class PagedRows:
         """A page list with the same rows; the blocks are shared until either side writes."""
         twin = PagedRows(self._make_block, self.ring)
         twin._blocks, twin.table = list(self._blocks), self.table.clone()
+        twin.has_gaps = self.has_gaps
         for block in twin._blocks:
-            block.owners.add(twin)
+            if block is not None:
+                block.owners.add(twin)
         self._shared = twin._shared = True
         self.version += 1  # what was writable is shared now
         twin.version = self.version
@@ -165,6 +192,8 @@ class PagedRows:
         live = self.live_rows(length)
         listed = []
         for index, block in enumerate(self._blocks):
+            if block is None:
+                continue
             rows = self.rows_of_block(index)
             used = max(0, min(rows, live - index * BLOCK))
             row_bytes = block.tensor.untyped_storage().nbytes() // rows

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from larql_kv.model.model import Model
 from larql_kv.state.base import StepRows
 from larql_kv.state.bridge import CaptureMask
+from larql_kv.state.coded_rows import CodedRows
 from larql_kv.state.derived import DerivedKVState
+from larql_kv.state.kv_code import KvCoding
 from larql_kv.state.ledger import LedgerEntry
 from larql_kv.state.pages import BLOCK, PagedRows, allocate_block
+
+if TYPE_CHECKING:
+    from larql_kv.codec.rows import RowCodec
 
 _DERIVE_ROWS = 512  # rows whose K/V are rebuilt at once: bounds the workspace
 
@@ -20,15 +26,22 @@ class ResidualState(DerivedKVState):
     """Per layer, the residual rows that entered it (in the model's K/V dtype) and the K/V they derive.
 
     `place` is where the rows live: beside the K/V, or in host memory, staged there by the bridge.
-    `window=N` keeps the last N rows hot; older 64-row blocks are the cold tier, held losslessly. Attention
-    is exact over both. K/V may be dropped at any time: the next step projects them again from the rows, by
-    the projection that made them: the same bits on the CPU, on CUDA the same within the noise floor.
+    `window=N` keeps the last N rows hot; older 64-row blocks are the cold tier. It is lossless without
+    `codecs` (one a layer): attention is exact over both tiers then. With them a cold row's K/V are those of
+    the row that its codes decode to, from the moment it is coded. K/V may be dropped at any time: the next
+    step projects them again from the rows, by the projection that made them: the same bits on the CPU, on
+    CUDA the same within the noise floor. `coding` holds the K/V themselves as codes.
     """
 
     def __init__(
-        self, model: Model, window: int | None = None, place: Literal["device", "host"] = "device"
+        self,
+        model: Model,
+        window: int | None = None,
+        place: Literal["device", "host"] = "device",
+        codecs: Sequence[RowCodec] | None = None,
+        coding: KvCoding | None = None,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, coding)
         self.hot_window = window
         self.place = place
         if place == "host":  # somebody has to bring them there
@@ -38,14 +51,23 @@ class ResidualState(DerivedKVState):
         def make_block(rows: int) -> torch.Tensor:
             return allocate_block((rows, config.hidden), model.kv_dtype, device)
 
-        self.pages = [PagedRows(make_block, ring) for ring in self.rings]
+        def make_rows(layer: int, ring: int | None) -> PagedRows | CodedRows:
+            if codecs is None or window is None or (ring is not None and ring <= window + BLOCK):
+                return PagedRows(make_block, ring)
+            return CodedRows(model, layer, codecs[layer], window, ring, device)
+
+        self.pages = [make_rows(layer, ring) for layer, ring in enumerate(self.rings)]
+        self._codecs = codecs
+        self._tallied = self._tallied_coded = 0  # rows read on layers with a codec, those of them coded
         self._derived = [True] * config.layer_count
 
-    def _host_rows(self) -> list[PagedRows] | None:
+    def _host_rows(self) -> list[PagedRows | CodedRows] | None:
         return self.pages if self.place == "host" else None
 
     def _device_rows(self) -> list[PagedRows] | None:
-        return self.pages if self.place == "device" else None
+        if self.place == "host":
+            return None
+        return [pages.hot if isinstance(pages, CodedRows) else pages for pages in self.pages]
 
     @property
     def cold_below(self) -> int:
@@ -60,18 +82,80 @@ class ResidualState(DerivedKVState):
         if self.bridge is None or self.place == "device":
             stage = self.clock.switch("state_capture")
             write = getattr(self.model.decoder, "write_rows", None) if self.place == "device" else None
+            pages = self.pages[layer]
             if write is None:
-                self.pages[layer].put(rows, self.first)
+                pages.put(rows, self.first)
             else:
-                write(rows, self.pages[layer], self.first)
+                write(rows, pages.hot if isinstance(pages, CodedRows) else pages, self.first)
             self.clock.switch(stage)
         super().observe(layer, rows)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        pages = self.pages[layer]
+        if isinstance(pages, PagedRows):
+            return super().attend(layer, q, k, v)
+        out, first = [], self.first
+        while first < self.first + len(q):
+            # What is coded changes only here: a query's K/V do not depend on how the text came in.
+            stop = min(self.first + len(q), first + BLOCK - (first - pages.window) % BLOCK)
+            self._cool(layer, pages, first)
+            part = slice(first - self.first, stop - self.first)
+            out.append(self._attend_part(layer, pages, q[part], k[part], v[part], first))
+            first = stop
+        if self.bridge is not None:
+            self.bridge.take_kv(layer, k, v)
+        return torch.cat(out)
+
+    def _attend_part(
+        self, layer: int, pages: CodedRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        self.kv.begin(first, len(q))
+        out = self.kv.attend(layer, q, k, v)
+        self._tally(layer, pages, first, len(q))
+        return out
+
+    def _tally(self, layer: int, pages: CodedRows, first: int, count: int) -> None:
+        seen, coded = self.kv.rows[layer].read_as(first, count, pages.coded)
+        form = str(self.model.kv_dtype).removeprefix("torch.")
+        self.rows_read[form] -= coded
+        self.rows_read[f"{form} of {pages.codec.name} rows"] += coded
+        self._tallied += seen + coded
+        self._tallied_coded += coded
+
+    def _cool(self, layer: int, pages: CodedRows, position: int) -> None:
+        """Code what left the window of a query at `position`; its K/V become those of the decoded rows."""
+        edge = pages.edge(position)
+        if edge <= pages.coded:
+            return
+        stage = self.clock.switch("state_append")
+        if self.bridge is not None and self.place == "host":
+            self.bridge.drain()
+        cooled = pages.cool(edge)
+        if cooled is not None:
+            begin, rows = cooled
+            rows = rows.to(self.model.device)
+            for low in range(0, len(rows), _DERIVE_ROWS):
+                part = rows[low : low + _DERIVE_ROWS]
+                k, v = self.model.decoder.project_kv(layer, part, begin + low)
+                self.kv.put(layer, k, v, begin + low)
+                if self.bridge is not None:
+                    self.bridge.refill(layer, begin + low, part, k, v)
+        self.clock.switch(stage)
 
     def step_rows(self) -> StepRows | None:
         for layer, derived in enumerate(self._derived):
             if not derived:
                 self._derive(layer)
+        for layer, pages in enumerate(self.pages):
+            if isinstance(pages, CodedRows):
+                self._cool(layer, pages, self.length)
         return super().step_rows()
+
+    def count_step(self, first: int) -> None:
+        super().count_step(first)
+        for layer, pages in enumerate(self.pages):
+            if isinstance(pages, CodedRows):
+                self._tally(layer, pages, first, 1)
 
     def _derive(self, layer: int) -> None:
         pages = self.pages[layer]
@@ -84,7 +168,7 @@ class ResidualState(DerivedKVState):
                 rows = self._read(layer, low, high)
                 self.clock.switch(tier)
                 k, v = self.model.decoder.project_kv(layer, rows, low)
-                self.kv.append(layer, k, v, low)
+                self.kv.put(layer, k, v, low)
                 if self.bridge is not None:
                     self.bridge.refill(layer, low, rows, k, v)
                 self.clock.switch(stage)
@@ -101,10 +185,15 @@ class ResidualState(DerivedKVState):
         self._derived = [False] * len(self._derived)
         return freed
 
+    def coded_share(self) -> float | None:
+        if self._codecs is not None:
+            return self._tallied_coded / max(1, self._tallied)
+        return super().coded_share()
+
     def trim(self, length: int) -> None:
         super().trim(length)
         for pages in self.pages:
-            pages.truncate(pages.live_rows(self.length))
+            pages.truncate(pages.live_rows(self.length) if isinstance(pages, PagedRows) else self.length)
         if self.length == 0:
             self._derived = [True] * len(self._derived)
 
@@ -126,7 +215,7 @@ class ResidualState(DerivedKVState):
         ]
         kv = [
             item
-            for pages, derived in zip(self.kv.pages, self._derived, strict=True)
-            for item in pages.entries("K/V rows", "derivative", self.length if derived else 0, cold)
+            for kv, derived in zip(self.kv.rows, self._derived, strict=True)
+            for item in kv.entries("derivative", self.length if derived else 0, cold)
         ]
         return [*rows, *kv, *self._bridge_entries()]

@@ -22,38 +22,78 @@ from larql_kv.backends.cpu.attention_tiles import (
 )
 from larql_kv.backends.cpu.runtime import kernel, region
 from larql_kv.backends.cpu.simd import peek_f32, peek_i64, poke_f32
+from larql_kv.backends.cpu.turbo_kernels import decode_run
 
-# `store` is the tuple (table, ring, is_bf16, k_new, v_new, first_position, kv_heads, hd)
+# `store` is the tuple (address of a store's STORE_WORDS int64, k_new, v_new, first_position, kv_heads, hd).
+# Words of a store: where the rows lie that came before the new ones, see `KvStore` in attention.py.
+TABLE, RING, IS_BF16, SINKS, SINK_TABLE, CODED, CODE_TABLE, CODE_RING = range(8)
+K_BITS, V_BITS, K_BYTES, V_BYTES, K_MEAN, LEVELS = range(8, 14)
+STORE_WORDS = 14
+
+
+@njit(inline="never", error_model="numpy")
+def _slot(p, ring):
+    """(block, row in it, rows of it) of position p."""
+    slot = p % ring if ring > 0 else p
+    block = slot >> 6
+    return block, slot & 63, (min(64, ring - 64 * block) if ring > 0 else 64)
 
 
 @njit(inline="never", error_model="numpy")
 def _run(store, head, p, end):
-    """(K address, V address, row stride, rows, is_bf16) of the longest run of rows at p..end-1 in one
-    place."""
-    table, ring, is_bf16, k_new, v_new, first_position, kv_heads, hd = store
+    """(K address, V address, K stride, V stride, rows, form) of the longest run of rows at p..end-1 in one
+    place. Form: 0 float32, 1 bf16, 2 codes (the last two entries are then the addresses of their scales)."""
+    words, k_new, v_new, first_position, kv_heads, hd = store
     if p >= first_position:
         at = ((p - first_position) * kv_heads + head) * hd * 4
-        return k_new + at, v_new + at, kv_heads * hd * 4, min(64, end - p), 0
-    slot = p % ring if ring > 0 else p
-    block = slot >> 6
-    row = slot & 63
-    rows = min(64, ring - 64 * block) if ring > 0 else 64
+        return k_new + at, v_new + at, kv_heads * hd * 4, kv_heads * hd * 4, min(64, end - p), 0, 0, 0
+    end = min(end, first_position)
+    sinks, coded = peek_i64(words + 8 * SINKS), peek_i64(words + 8 * CODED)
+    if sinks <= p < coded:
+        block, row, rows = _slot(p, peek_i64(words + 8 * CODE_RING))
+        k_bytes, v_bytes = peek_i64(words + 8 * K_BYTES), peek_i64(words + 8 * V_BYTES)
+        k = peek_i64(peek_i64(words + 8 * CODE_TABLE) + 8 * block)
+        v = k + kv_heads * rows * k_bytes
+        scales = v + (kv_heads * rows * v_bytes + 3) // 4 * 4 + (head * rows + row) * 4
+        at = head * rows + row
+        count = min(min(end, coded) - p, rows - row)
+        k, v = k + at * k_bytes, v + at * v_bytes
+        return k, v, k_bytes, v_bytes, count, 2, scales, scales + kv_heads * rows * 4
+    is_bf16 = peek_i64(words + 8 * IS_BF16)
+    table, ring = peek_i64(words + 8 * TABLE), peek_i64(words + 8 * RING)
+    if p < sinks:
+        table, ring, end = peek_i64(words + 8 * SINK_TABLE), 0, min(end, sinks)
+    block, row, rows = _slot(p, ring)
     stride = hd * (2 if is_bf16 != 0 else 4)
     k = peek_i64(table + 8 * block) + (head * rows + row) * stride
-    return k, k + kv_heads * rows * stride, stride, min(min(end, first_position) - p, rows - row), is_bf16
+    return k, k + kv_heads * rows * stride, stride, stride, min(end - p, rows - row), is_bf16, 0, 0
 
 
 @njit(inline="never", error_model="numpy")
-def _padded(run, hd, tile, want_v):
-    """(address, stride, is_bf16) of a run's K (or V) rows; copied to `tile` when hd is no multiple of 16."""
-    k, v, stride, rows, is_bf16 = run
+def _padded(store, head, run, tile, want_v):
+    """(address, stride, is_bf16) of a run's K (or V) rows; `tile` holds those that are codes (decoded), and
+    all of them when hd is no multiple of 16."""
+    k, v, k_stride, v_stride, rows, form, k_scales, v_scales = run
+    hd = store[5]
     src = v if want_v else k
-    if hd & 15 == 0:
-        return src, stride, is_bf16
+    stride = v_stride if want_v else k_stride
     width = (hd + 15) >> 4
+    if form == 2:
+        words = store[0]
+        bits = peek_i64(words + 8 * (V_BITS if want_v else K_BITS))
+        mean = 0 if want_v else peek_i64(words + 8 * K_MEAN)
+        levels = peek_i64(words + 8 * LEVELS) + (12 if want_v else 0)
+        decode_run(
+            bits, src, stride, v_scales if want_v else k_scales, rows, hd, tile,
+            mean + head * hd * 4 if mean != 0 else 0,
+            peek_f32(levels), peek_f32(levels + 4), peek_f32(levels + 8),
+        )  # fmt: skip
+        return tile, width * 64, 0
+    if hd & 15 == 0:
+        return src, stride, form
     for r in range(rows):
         zero_vectors(tile + r * width * 64, width)
-        copy_row(src + r * stride, tile + r * width * 64, hd, is_bf16, 0)
+        copy_row(src + r * stride, tile + r * width * 64, hd, form, 0)
     return tile, width * 64, 0
 
 
@@ -69,21 +109,21 @@ def _score_span(store, head, rows, group, span, limits, queries, scores, tile):
 
     queries: address, 16-padded float32 vectors; scores: (address, stride, base position)
     """
-    hd = store[7]
+    hd = store[5]
     width = (hd + 15) >> 4
     window, past_start = limits
     s_at, s_stride, base = scores
     total = (rows[1] - rows[0]) * group
-    first = store[5] + rows[0]
+    first = store[3] + rows[0]
     p = span[0]
     while p < span[1]:
         run = _run(store, head, p, span[1])
-        k, stride, is_bf16 = _padded(run, hd, tile, False)
+        k, stride, is_bf16 = _padded(store, head, run, tile, False)
         m = 0
         while m < total:
             m1, m2, m3 = min(m + 1, total - 1), min(m + 2, total - 1), min(m + 3, total - 1)
             start = max(p, _low(first + m // group, window, past_start))
-            count = min(p + run[3], first + m3 // group + 1) - start
+            count = min(p + run[4], first + m3 // group + 1) - start
             if count > 0:
                 at = s_at + (start - base) * 4
                 scores_run(
@@ -93,7 +133,7 @@ def _score_span(store, head, rows, group, span, limits, queries, scores, tile):
                     at + m * s_stride, at + m1 * s_stride, at + m2 * s_stride, at + m3 * s_stride,
                 )  # fmt: skip
             m += 4
-        p += run[3]
+        p += run[4]
 
 
 @njit(inline="never", error_model="numpy")
@@ -124,23 +164,22 @@ def _sum_part(is_bf16, v, stride, start, stop, m, last, scores, sums, width, fir
 
 
 @njit(inline="never", error_model="numpy")
-def _sum_span(store, head, rows, group, limits, scores, sums, tile, first_vector, vectors):
-    """Weighted sums of V rows for the vector queries of rows rows[0]..rows[1]-1, each in the order of
-    position.
+def _sum_span(store, head, rows, group, limits, end, scores, sums, tile, first_vector, vectors):
+    """Weighted sums of the V rows below `end` for the vector queries of rows rows[0]..rows[1]-1, each in the
+    order of position.
 
     Four queries go together where all four attend a row; what only some attend is added one by one.
     """
-    hd = store[7]
+    hd = store[5]
     width = (hd + 15) >> 4
     window, past_start = limits
     total = (rows[1] - rows[0]) * group
-    first = store[5] + rows[0]
-    end = store[5] + rows[1]
+    first = store[3] + rows[0]
     p = _low(first, window, past_start)
     while p < end:
         run = _run(store, head, p, end)
-        v, stride, is_bf16 = _padded(run, hd, tile, True)
-        stop = p + run[3]
+        v, stride, is_bf16 = _padded(store, head, run, tile, True)
+        stop = p + run[4]
         m = 0
         while m < total:
             last = min(m + 3, total - 1)
@@ -217,16 +256,30 @@ def _finish(out, rows, heads, group, head, hd, sums, totals):
             m += 1
 
 
+@njit(inline="never", error_model="numpy")
+def _softmax(s_at, position, limits, base, sinks, lead, scale, cap):
+    """Softmax weights in place of a query's scores; returns their sum. Scores of sinks begin at `s_at`, those
+    of the other rows `lead` floats after it at position `base`."""
+    window, past_start = limits
+    if sinks == 0:
+        return softmax_row(s_at, _low(position, window, past_start) - base, position - base, 0, 0, scale, cap)
+    if position < sinks:
+        return softmax_row(s_at, 0, position, 0, 0, scale, cap)
+    resume = lead + _low(position, window, past_start) - base
+    return softmax_row(s_at, 0, lead + position - base, sinks, resume, scale, cap)
+
+
 @region
 def _many_rows(
-    q, k_new, v_new, n, heads, kv_heads, hd, table, ring, is_bf16, first_position, window, past_start, out,
+    q, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks, out,
     task_rows, scratch, scratch_bytes, s_stride, scale, cap,
 ):  # fmt: skip
     """A task is one K/V head and `task_rows` rows. Scratch of a thread: queries, sums, totals, tile,
     scores."""
     group = heads // kv_heads
-    store = (table, ring, is_bf16, k_new, v_new, first_position, kv_heads, hd)
+    store = (words, k_new, v_new, first_position, kv_heads, hd)
     limits = (window, past_start)
+    lead = (sinks + 15) // 16 * 16
     row_blocks = (n + task_rows - 1) // task_rows
     tasks = row_blocks * kv_heads
     scale32, cap32 = np.float32(scale), np.float32(cap)
@@ -244,22 +297,29 @@ def _many_rows(
         tile = totals + (task_rows * group * 4 + 63) // 64 * 64
         s_at = tile + 64 * vectors * 64
         low = _low(first_position + rows[0], window, past_start)
-        scores = (s_at, s_stride, low & -16)
+        end = first_position + rows[1]
+        scores = (s_at + 4 * lead, s_stride, low & -16)
+        sink_scores = (s_at, s_stride, 0)
         _load_queries(q, rows, heads, group, head, hd, queries, sums)
-        _score_span(store, head, rows, group, (low, first_position + rows[1]), limits, queries, scores, tile)
+        if sinks > 0:
+            span = (0, min(sinks, end))
+            _score_span(store, head, rows, group, span, (0, 0), queries, sink_scores, tile)
+        _score_span(store, head, rows, group, (low, end), limits, queries, scores, tile)
         for m in range(total):
             position = first_position + rows[0] + m // group
-            a = _low(position, window, past_start) - scores[2]
-            poke_f32(
-                totals + 4 * m, softmax_row(s_at + m * s_stride, a, position - scores[2], scale32, cap32)
+            total_weight = _softmax(
+                s_at + m * s_stride, position, limits, scores[2], sinks, lead, scale32, cap32
             )
-        _sum_span(store, head, rows, group, limits, scores, sums, tile, 0, vectors)
+            poke_f32(totals + 4 * m, total_weight)
+        if sinks > 0:
+            _sum_span(store, head, rows, group, (0, 0), min(sinks, end), sink_scores, sums, tile, 0, vectors)
+        _sum_span(store, head, rows, group, limits, end, scores, sums, tile, 0, vectors)
         _finish(out, rows, heads, group, head, hd, sums, totals)
 
 
 @region
 def _few_rows(
-    q, k_new, v_new, n, heads, kv_heads, hd, table, ring, is_bf16, first_position, window, past_start, out,
+    q, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks, out,
     chunk, split, scratch, tiles, s_stride, scale, cap,
 ):  # fmt: skip
     """Few rows: scores in parallel over chunks of keys, softmax over vector queries, sums over parts of the
@@ -269,8 +329,9 @@ def _few_rows(
     sums.
     """
     group = heads // kv_heads
-    store = (table, ring, is_bf16, k_new, v_new, first_position, kv_heads, hd)
+    store = (words, k_new, v_new, first_position, kv_heads, hd)
     limits = (window, past_start)
+    lead = (sinks + 15) // 16 * 16
     rows = (0, n)
     total = n * group
     vectors = (hd + 15) >> 4
@@ -282,7 +343,7 @@ def _few_rows(
     low = _low(first_position, window, past_start)
     base = low & -16
     end = first_position + n
-    chunks = (end - base + chunk - 1) // chunk
+    chunks = max(1, (end - base + chunk - 1) // chunk)
     for head in range(kv_heads):
         _load_queries(
             q, rows, heads, group, head, hd, scratch + head * vector_bytes, all_sums + head * vector_bytes
@@ -290,25 +351,33 @@ def _few_rows(
     for task in prange(kv_heads * chunks):
         head = task // chunks
         start = base + (task % chunks) * chunk
+        queries, tile = scratch + head * vector_bytes, tiles + get_thread_id() * 64 * vectors * 64
+        s_at = all_scores + head * total * s_stride
+        if sinks > 0 and task % chunks == 0:
+            span = (0, min(sinks, end))
+            _score_span(store, head, rows, group, span, (0, 0), queries, (s_at, s_stride, 0), tile)
         span = (max(low, start), min(end, start + chunk))
-        scores = (all_scores + head * total * s_stride, s_stride, base)
-        tile = tiles + get_thread_id() * 64 * vectors * 64
-        _score_span(store, head, rows, group, span, limits, scratch + head * vector_bytes, scores, tile)
+        _score_span(store, head, rows, group, span, limits, queries, (s_at + 4 * lead, s_stride, base), tile)
     for index in prange(kv_heads * total):
         position = first_position + (index % total) // group
-        s_row = all_scores + index * s_stride
-        a = _low(position, window, past_start) - base
-        poke_f32(all_totals + 4 * index, softmax_row(s_row, a, position - base, scale32, cap32))
+        total_weight = _softmax(
+            all_scores + index * s_stride, position, limits, base, sinks, lead, scale32, cap32
+        )
+        poke_f32(all_totals + 4 * index, total_weight)
     parts = (vectors + split - 1) // split
     for task in prange(kv_heads * parts):
         head = task // parts
         first_vector = (task % parts) * split
-        scores = (all_scores + head * total * s_stride, s_stride, base)
-        tile = tiles + get_thread_id() * 64 * vectors * 64
+        s_at = all_scores + head * total * s_stride
+        sums, tile = all_sums + head * vector_bytes, tiles + get_thread_id() * 64 * vectors * 64
         take = min(split, vectors - first_vector)
-        _sum_span(
-            store, head, rows, group, limits, scores, all_sums + head * vector_bytes, tile, first_vector, take
-        )
+        if sinks > 0:
+            scores = (s_at, s_stride, 0)
+            _sum_span(
+                store, head, rows, group, (0, 0), min(sinks, end), scores, sums, tile, first_vector, take
+            )
+        scores = (s_at + 4 * lead, s_stride, base)
+        _sum_span(store, head, rows, group, limits, end, scores, sums, tile, first_vector, take)
     for head in range(kv_heads):
         _finish(
             out, rows, heads, group, head, hd, all_sums + head * vector_bytes, all_totals + 4 * head * total
@@ -320,59 +389,66 @@ _TASK_QUERIES = 24  # vector queries of a task of many rows: their scores share 
 
 
 @register_jitable
-def scratch_layout(n, heads, kv_heads, hd, first_position, low, window, few):
+def scratch_layout(n, heads, kv_heads, hd, first_position, low, window, sinks, few):
     """(rows a task, bytes a vector query has for its scores, floats) of the scratch of `_few_rows` (a tile a
-    thread comes on top) or `_many_rows` (so many floats a thread). low: the first position attended."""
+    thread comes on top) or `_many_rows` (so many floats a thread). low: the first position attended, sinks
+    apart."""
     vectors, group = (hd + 15) // 16, heads // kv_heads
     if few:
         # The rows' scores start at multiples of 16, and end with a whole group of 16.
         rows, queries = n, n * heads
-        s_stride = (first_position + n - (low & -16) + 15) // 16 * 64
+        s_stride = (max(first_position + n, low) - (low & -16) + 15) // 16 * 64
         tile = 0
     else:
         rows = min(n, max(1, _TASK_QUERIES // group))
         queries = rows * group
-        span = first_position + n - low
+        span = max(first_position + n - low, 0)
         s_stride = ((min(span, window + rows) if window > 0 else span) + 47) // 16 * 64
         tile = 64 * vectors * 16
+    s_stride += (sinks + 15) // 16 * 64
     floats = 2 * queries * vectors * 16 + (queries + 15) // 16 * 16 + tile + queries * s_stride // 4
     return rows, s_stride, floats
 
 
 @kernel(ints=17, floats=2, regions=True)
 def attend_kernel(
-    q, k_new, v_new, out, table, first_position, window, n, heads, kv_heads, hd, ring, is_bf16, past_start,
+    q, k_new, v_new, out, words, first_position, window, n, heads, kv_heads, hd, past_start, sinks, codes,
     threads, serial_work, scratch, scale, cap,
 ):  # fmt: skip
     """Attention of n rows. serial_work: multiply-adds from which few rows are worth two more launches;
-    scratch: what `scratch_layout` says."""
+    scratch: what `scratch_layout` says. sinks: positions below it are attended whatever window and past_start
+    (which is then >= sinks) say. codes: whether the store has any."""
     low = _low(first_position, window, past_start)
     few = n <= FEW_ROWS and (first_position + n - low) * heads * hd > serial_work
-    rows, s_stride, floats = scratch_layout(n, heads, kv_heads, hd, first_position, low, window, few)
+    rows, s_stride, floats = scratch_layout(n, heads, kv_heads, hd, first_position, low, window, sinks, few)
     if few:
-        # Parts of 32 head dimensions where parts of 64 would leave threads idle.
+        # Parts of 32 head dimensions where parts of 64 would leave threads idle. Codes are decoded whole.
         split = 4 if kv_heads * ((hd + 63) // 64) % threads == 0 else 2
+        if codes != 0:
+            split = (hd + 15) >> 4
         _few_rows(
-            q, k_new, v_new, n, heads, kv_heads, hd, table, ring, is_bf16, first_position, window, past_start,
+            q, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks,
             out, 256, split, scratch, scratch + 4 * floats, s_stride, scale, cap,
         )  # fmt: skip
     else:
         _many_rows(
-            q, k_new, v_new, n, heads, kv_heads, hd, table, ring, is_bf16, first_position, window, past_start,
+            q, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks,
             out, rows, scratch, 4 * floats, s_stride, scale, cap,
         )  # fmt: skip
 
 
-@kernel(ints=10, parallel=False)
-def append_kernel(k_new, v_new, first, n, kv_heads, hd, table, ring, is_bf16, first_position):
-    """Write rows first..n-1 of the new K/V into their slots."""
+@kernel(ints=8, parallel=False)
+def append_kernel(k_new, v_new, first, n, kv_heads, hd, words, first_position):
+    """Write rows first..n-1 of the new K/V into their slots of full precision; of sinks into theirs too."""
+    is_bf16, sinks = peek_i64(words + 8 * IS_BF16), peek_i64(words + 8 * SINKS)
     item = 2 if is_bf16 != 0 else 4
     for row in range(first, n):
         p = first_position + row
-        slot = p % ring if ring > 0 else p
-        block = slot >> 6
-        rows = min(64, ring - 64 * block) if ring > 0 else 64
-        at = peek_i64(table + 8 * block) + (slot & 63) * hd * item
+        table, ring = peek_i64(words + 8 * TABLE), peek_i64(words + 8 * RING)
+        if p < sinks:
+            table, ring = peek_i64(words + 8 * SINK_TABLE), 0
+        block, slot, rows = _slot(p, ring)
+        at = peek_i64(table + 8 * block) + slot * hd * item
         for head in range(kv_heads):
             src = (row * kv_heads + head) * hd * 4
             dst = at + head * rows * hd * item

@@ -148,13 +148,17 @@ def sums_run_1(_typing, is_bf16, width, v, v_stride, count, e0, o0):
 
 
 def _softmax_body(has_cap: bool) -> Callable[..., Value]:
-    def body(e: Emit, s: Value, first: Value, last: Value, scale: Value, cap: Value) -> Value:
+    def body(
+        e: Emit, s: Value, first: Value, last: Value, gap: Value, resume: Value, scale: Value, cap: Value
+    ) -> Value:
         start = e.b.and_(first, e.i64(-16))
         chunks = e.plus(e.b.lshr(e.b.sub(last, start), e.i64(4)), 1)
         base = e.plus(s, e.times(start, 4))
         scales, caps = e.splat(scale), e.splat(cap)
-        low = e.splat_int(e.b.trunc(e.b.sub(first, start), ir.IntType(32)))
-        high = e.splat_int(e.b.trunc(e.b.sub(last, start), ir.IntType(32)))
+        low, high, gap, resume = (
+            e.splat_int(e.b.trunc(e.b.sub(edge, start), ir.IntType(32)))
+            for edge in (first, last, gap, resume)
+        )
         infinity = e.const(float("-inf"))
         top = e.var(infinity)
         with e.loop(chunks) as chunk:
@@ -164,6 +168,8 @@ def _softmax_body(has_cap: bool) -> Callable[..., Value]:
                 v = e.mul(caps, emit_tanh(e, e.div(v, caps)))
             index = e.b.add(e.iota(), e.splat_int(e.b.trunc(e.times(chunk, 16), ir.IntType(32))))
             inside = e.b.and_(e.b.icmp_signed(">=", index, low), e.b.icmp_signed("<=", index, high))
+            outside = e.b.or_(e.b.icmp_signed("<", index, gap), e.b.icmp_signed(">=", index, resume))
+            inside = e.b.and_(inside, outside)
             v = e.pick(inside, v, infinity)
             e.store(at, v)
             e.set(top, e.max(e.get(top), v))
@@ -180,18 +186,17 @@ def _softmax_body(has_cap: bool) -> Callable[..., Value]:
 
 
 @intrinsic
-def softmax_row(_typing, s, first, last, scale, cap):
-    """In place on s[first..last] (inclusive; s[0] at an absolute position that is a multiple of 16):
-    exp(x - max x) with x = scale*s, or cap*tanh(scale*s/cap) when cap > 0. Returns the sum. The other lanes
-    of the
-    first and last group of 16 are overwritten with zeros."""
-    signature = types.float32(types.int64, types.int64, types.int64, types.float32, types.float32)
+def softmax_row(_typing, s, first, last, gap, resume, scale, cap):
+    """In place on s[first..last] without s[gap..resume-1] (last inclusive; s[0] at an absolute position that
+    is a multiple of 16): exp(x - max x) with x = scale*s, or cap*tanh(scale*s/cap) when cap > 0. Returns the
+    sum. The gap and the other lanes of the first and last group of 16 are overwritten with zeros."""
+    signature = types.float32(*[types.int64] * 5, types.float32, types.float32)
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kinds = [I64, I64, I64, F32, F32]
+        kinds = [I64] * 5 + [F32, F32]
         plain = outlined(builder, "softmax", kinds, _softmax_body(False), F32)
         capped = outlined(builder, "softmax_capped", kinds, _softmax_body(True), F32)
-        is_capped = builder.fcmp_ordered(">", args[4], ir.Constant(F32, 0.0))
+        is_capped = builder.fcmp_ordered(">", args[6], ir.Constant(F32, 0.0))
         with builder.if_else(is_capped) as (then, other):
             with then:
                 with_cap = builder.call(capped, args)

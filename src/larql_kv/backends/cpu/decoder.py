@@ -13,10 +13,11 @@ from larql_kv.backends.cpu.runtime import scratch_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from larql_kv.codec.turbo import TurboCode
     from larql_kv.model.config import ModelConfig
     from larql_kv.model.rope import RopeTable
     from larql_kv.model.tensors import TensorSource
-    from larql_kv.state.pages import PagedRows
+    from larql_kv.state.kv_rows import KvRows
 
 
 class CpuDecoder:
@@ -48,7 +49,6 @@ class CpuDecoder:
             config.heads,
             config.kv_heads,
             config.head_dim,
-            not exact,
             config.attention_scale,
             config.attention_softcap,
         )
@@ -129,29 +129,55 @@ class CpuDecoder:
         return k, v
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        past: PagedRows,
-        first: int,
-        window: int | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: KvRows, first: int
     ) -> torch.Tensor:
+        store = self._store(past)
         if is_row(q, self._q_dim) and is_row(k, self._kv_dim) and is_row(v, self._kv_dim):
-            return self._row_attention.attend(q, k, v, past.table, past.ring or 0, first, window)
+            return self._row_attention.attend(q, k, v, store, first, past.window, past.start, past.sinks)
         config = self.config
         return ops.attend(
-            q, k, v, self._view(past), first, window, config.attention_scale, config.attention_softcap
+            *(q, k, v, store, first, past.window, config.attention_scale, config.attention_softcap),
+            *(past.start, past.sinks),
         )
 
-    def append_rows(self, k: torch.Tensor, v: torch.Tensor, past: PagedRows, first: int, skip: int) -> None:
+    def append_rows(self, k: torch.Tensor, v: torch.Tensor, past: KvRows, first: int, skip: int) -> None:
+        store = self._store(past)
         if not skip and is_row(k, self._kv_dim) and is_row(v, self._kv_dim):
-            self._row_attention.append(k, v, past.table, past.ring or 0, first)
+            self._row_attention.append(k, v, store, first)
             return
-        ops.append_rows(k, v, self._view(past), first, skip)
+        ops.append_rows(k, v, store, first, skip)
 
-    def _view(self, past: PagedRows) -> ops.KvView:
-        return ops.KvView(past.table, 64, past.ring or 0, not self.exact)
+    def _store(self, rows: KvRows) -> ops.KvStore:
+        """The kernels' description of a layer's rows, made again whenever their blocks changed."""
+        version = rows.version
+        if rows.view is None or rows.view[0] != version:
+            store = ops.KvStore(rows.hot.table, rows.hot.ring or 0, not self.exact)
+            if rows.sink_pages is not None:
+                store.set_sinks(rows.kept_sinks, rows.sink_pages.table)
+            if rows.code is not None and rows.code_pages is not None:
+                pages = rows.code_pages
+                store.set_codes(pages.table, pages.ring or 0, rows.code.k, rows.code.v, rows.mean)
+            rows.view = (version, store)
+        store = rows.view[1]
+        if rows.code is not None:
+            store.set_coded(rows.coded)
+        return store
+
+    def check_kv_rows(self, rows: Sequence[KvRows]) -> None:
+        return  # every form has its kernel
+
+    def rotated(self, x: torch.Tensor, code: TurboCode, as_stored: bool = False) -> torch.Tensor:
+        turned = ops.rotate_(code, x.clone())
+        return ops.round_bf16_(turned) if as_stored and not self.exact else turned
+
+    def encode(
+        self, code: TurboCode, x: torch.Tensor, mean: torch.Tensor | None, codes: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:  # fmt: skip
+        ops.encode_into(code, x.transpose(0, 1), codes.transpose(0, 1), scales.transpose(0, 1), mean)
+
+    def attention_norm(self, layer: int) -> torch.Tensor:
+        return self._layers[layer].attn_norm
 
     def add_attention_(self, layer: int, rows: torch.Tensor, attended: torch.Tensor) -> None:
         if is_row(rows, self._hidden) and is_row(attended, self._q_dim):

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from larql_kv.backends.cpu.attention import KV_BLOCK_ROWS, KvView, RowAttention, append_rows, attend
+from larql_kv.backends.cpu.attention import KV_BLOCK_ROWS, KvStore, RowAttention, append_rows, attend
 from larql_kv.backends.cpu.bandwidth_kernel import read_kernel
 from larql_kv.backends.cpu.linear import EmbeddingTable, PackedLinear, pack_linear
 from larql_kv.backends.cpu.rowops import (
@@ -17,6 +17,7 @@ from larql_kv.backends.cpu.rowops import (
     round_bf16_,
 )
 from larql_kv.backends.cpu.runtime import precompile_all, sync_threads
+from larql_kv.backends.cpu.turbo import encode_into, rotate_
 
 
 def precompile() -> int:
@@ -46,17 +47,19 @@ def stream_bandwidth(seconds: float = 0.5) -> float:
 __all__ = [
     "KV_BLOCK_ROWS",
     "EmbeddingTable",
-    "KvView",
+    "KvStore",
     "PackedLinear",
     "RowAttention",
     "add_normed_",
     "append_rows",
     "attend",
+    "encode_into",
     "gated_act",
     "pack_linear",
     "precompile",
     "rms_norm",
     "rope_qk_",
+    "rotate_",
     "round_bf16_",
     "stream_bandwidth",
 ]

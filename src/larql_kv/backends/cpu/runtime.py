@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -36,18 +37,18 @@ _KERNELS: list[tuple[Any, tuple[Any, ...]]] = []
 _thread_state = threading.local()
 
 
-def _source_digest() -> str:
-    """Digest of the files of this folder that make machine code. numba itself only looks at the file that
-    holds the kernel, so a change in `simd.py` would leave stale machine code in the cache."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        source = path.read_bytes()
-        if any(mark in source for mark in (b"import numba", b"from numba", b"cpu.simd import")):
-            digest.update(path.name.encode() + b"\0" + source)
+@functools.cache
+def _source_digest(name: str) -> str:
+    """Digest of a file of this folder and of those that it imports from here. numba itself only looks at the
+    file that holds the kernel, so a change in `simd.py` would leave stale machine code in the cache."""
+    source = (Path(__file__).parent / f"{name}.py").read_bytes()
+    digest = hashlib.sha256(source)
+    for imported in sorted(set(_IMPORT.findall(source.decode()))):
+        digest.update(_source_digest(imported).encode())
     return digest.hexdigest()
 
 
-_DIGEST = _source_digest()
+_IMPORT = re.compile(r"from larql_kv\.backends\.cpu\.(\w+) import")
 
 
 def _is_thread_safe() -> bool:
@@ -92,7 +93,8 @@ def kernel(
         if cache_file is not None and hasattr(
             cache_file, "_source_stamp"
         ):  # private: without it the cache only follows one file
-            cache_file._source_stamp = (_DIGEST, cache_file._source_stamp[-1])
+            digest = _source_digest(function.__module__.rpartition(".")[2])
+            cache_file._source_stamp = (digest, cache_file._source_stamp[-1])
         _KERNELS.append((dispatcher, (_I64,) * ints + (types.float64,) * floats))
         lock = _launch_lock
         if lock is None or not parallel:

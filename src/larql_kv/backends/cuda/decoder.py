@@ -17,11 +17,14 @@ from larql_kv.backends.cuda.planes import Planes
 from larql_kv.backends.cuda.rope import DeviceRope
 from larql_kv.backends.cuda.unpack import gather_into, unpack_into
 from larql_kv.backends.cuda.weights import DEFAULT_ACTIVATIONS, LayerWeights, Weights, is_float
+from larql_kv.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from larql_kv.model.config import ModelConfig
     from larql_kv.model.rope import RopeTable
     from larql_kv.model.tensors import TensorSource
+    from larql_kv.codec.turbo import TurboCode
+    from larql_kv.state.kv_rows import KvRows
     from larql_kv.state.pages import PagedRows
 
 _HEAD_ROWS = 32768  # vocabulary rows unpacked at once
@@ -107,18 +110,36 @@ class CudaDecoder:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        past: PagedRows,
+        past: KvRows,
         first: int,
-        window: int | None,
     ) -> torch.Tensor:
-        config = self.config
+        config, hot = self.config, past.hot
         return attend(
-            *(q, k, v, self.page_table(past), past.ring or 0, first, window or 0),
+            *(q, k, v, self.page_table(hot), hot.ring or 0, first, past.window or 0),
             *(config.attention_scale, config.attention_softcap or 0.0),
         )
 
-    def append_rows(self, k: torch.Tensor, v: torch.Tensor, past: PagedRows, first: int, skip: int) -> None:
-        rowops.append_rows(k, v, self.page_table(past), past.ring or 0, first, skip)
+    def append_rows(self, k: torch.Tensor, v: torch.Tensor, past: KvRows, first: int, skip: int) -> None:
+        rowops.append_rows(k, v, self.page_table(past.hot), past.hot.ring or 0, first, skip)
+
+    def check_kv_rows(self, rows: Sequence[KvRows]) -> None:
+        if not all(each.plain for each in rows):
+            raise BackendUnavailable(
+                "device 'cuda' attends full-precision rows inside windows; sinks, codes and windows one after "
+                "the other need device 'cpu' in this version"
+            )
+
+    def rotated(self, x: torch.Tensor, code: TurboCode, as_stored: bool = False) -> torch.Tensor:
+        turned = code.rotate(x)
+        return turned.bfloat16().float() if as_stored else turned
+
+    def encode(
+        self, code: TurboCode, x: torch.Tensor, mean: torch.Tensor | None, codes: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:  # fmt: skip
+        made = code.encode(x, None if mean is None else mean.unsqueeze(1))
+        codes.copy_(made[0])
+        scales.copy_(made[1])
 
     def write_rows(self, rows: torch.Tensor, pages: PagedRows, first: int) -> None:
         """Residual rows (n, hidden) float32 of positions first.., into their pages: one launch."""
@@ -134,6 +155,9 @@ class CudaDecoder:
             known = (pages.version, to_device(table, self.device))
             self._page_tables[pages] = known
         return known[1]
+
+    def attention_norm(self, layer: int) -> torch.Tensor:
+        return self.weights.layers[layer].attn_norm
 
     def add_attention_(self, layer: int, rows: torch.Tensor, attended: torch.Tensor) -> None:
         weights = self.weights.layers[layer]

@@ -101,7 +101,7 @@ class StepBuffers:
 
     def upload(self, rows: StepRows) -> None:
         """The block addresses of `rows`, to the device's tables."""
-        pairs = [(self.kv_tables, rows.kv)]
+        pairs = [(self.kv_tables, [kv.hot for kv in rows.kv])]
         if rows.residual is not None:
             pairs.append((self.row_tables, rows.residual))
         for table, pages in pairs:
@@ -215,8 +215,8 @@ class StepProgram:
         `capture=False` launches kernel by kernel: what a graph is compared with.
         """
         self._decoder, self._buffers, self._ending, self._pdl = decoder, buffers, ending, pdl
-        self._rings = [pages.ring or 0 for pages in rows.kv]
-        self._windows = [window or 0 for window in rows.windows]
+        self._rings = [kv.hot.ring or 0 for kv in rows.kv]
+        self._windows = [kv.window or 0 for kv in rows.kv]
         self._keep_rings = None if rows.residual is None else [pages.ring or 0 for pages in rows.residual]
         bridge = rows.bridge
         self._transit = None if bridge is None else bridge.transit  # its buffer's address is in the graph

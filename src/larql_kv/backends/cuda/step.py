@@ -163,8 +163,7 @@ class StepExecutor:
         sizes = (buffers.capacity, *(rope.capacity for rope in self._decoder.rope_tables))
         key = (
             sizes,
-            tuple(pages.ring for pages in rows.kv),
-            tuple(rows.windows),
+            tuple((kv.hot.ring, kv.window) for kv in rows.kv),
             rows.residual is not None,
             # A bridge has two halves of staging, in turn: a graph for each.
             None if bridge is None else (bridge.staging.data_ptr(), bridge.full, position & 1),

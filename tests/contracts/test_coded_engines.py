@@ -1,0 +1,253 @@
+"""Engines that hold codes: what they attend is what a float64 formula makes of their codes; nothing is coded
+twice; how the text came in, forks, trims and drops change no bit that they should not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import larql_kv as lk
+from larql_kv.model.model import Model
+from larql_kv.policy import StateKind
+from larql_kv.state.kv import KvLayout, KVState
+from larql_kv.state.kv_code import KvCoding
+from larql_kv.state.kv_rows import KvRows
+from larql_kv.state.ledger import Ledger
+from tests import tiny_models
+from tests.models import CODED_SPECS, tiny
+from tests.storages import held_storages
+
+LENGTH = 230
+combinations = pytest.mark.parametrize(
+    ("family", "spec"), [(family, spec) for family in ("llama", "gemma3") for spec in CODED_SPECS]
+)
+
+
+def _ids(model: Model, count: int = LENGTH, seed: int = 3) -> list[int]:
+    return tiny_models.sample_ids(count, model.config.vocab, seed)
+
+
+# -- the state against a formula -----------------------------------------------------------------------
+
+
+def formula(
+    k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, rows: KvRows, scale: float, sinks: int
+) -> torch.Tensor:
+    """float64 attention of all queries (n, heads, d), each over the coded or the full row of every position
+    by the rule of the format; codes by the torch codec alone."""
+    code = rows.code
+    assert code is not None
+    n, heads, d = q.shape
+    held = []
+    for x, form in ((k, code.k), (v, code.v)):
+        turned = form.rotate(x)
+        centre = turned[sinks : (sinks // 64 + 1) * 64].mean(0) if code.centred and x is k else None
+        coded = form.decode(*form.encode(turned, centre), centre)
+        held.append((turned.double(), coded.double()))
+    position = torch.arange(n)
+    edge = (position - code.recent).clamp_min(0) // 64 * 64
+    is_coded = (position[None] < edge[:, None]) & (position[None] >= sinks)
+    seen = position[None] <= position[:, None]
+    if rows.window is not None:
+        seen &= position[None] > position[:, None] - rows.window
+    group = heads // k.shape[1]
+    (k_full, k_coded), (v_full, v_coded) = (
+        tuple(t.repeat_interleave(group, 1) for t in pair) for pair in held
+    )
+    turned_q = code.k.rotate(q).double()
+    scores = torch.where(
+        is_coded,
+        torch.einsum("qhd,khd->hqk", turned_q, k_coded),
+        torch.einsum("qhd,khd->hqk", turned_q, k_full),
+    )
+    weights = (scores * scale).masked_fill(~seen, -math.inf).softmax(-1)
+    out = torch.einsum("hqk,khd->qhd", weights * is_coded, v_coded)
+    out += torch.einsum("hqk,khd->qhd", weights * ~is_coded, v_full)
+    return code.v.rotate(out.float()).reshape(n, heads * d)
+
+
+@pytest.mark.parametrize(
+    "coding",
+    [
+        KvCoding(),
+        KvCoding(4, 4, recent=0, sinks=0),
+        KvCoding(3, 4, "uniform", recent=37, sinks=9),
+        KvCoding(4, 2, recent=128, sinks=4, centred=False),
+        KvCoding(2, 3, recent=5, sinks=100),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("sizes", [[300], [1] * 300, [7, 64, 1, 128, 57, 43]], ids=["one", "steps", "parts"])
+def test_attention_on_codes_is_the_formula_of_the_format(
+    coding: KvCoding, window: int | None, sizes: list[int]
+) -> None:
+    model = tiny("llama")
+    config = model.config
+    generator = torch.Generator().manual_seed(5)
+    shape = (300, config.kv_heads, config.head_dim)
+    k = torch.randn(*shape, generator=generator) + 3 * torch.randn(1, *shape[1:], generator=generator)
+    v = torch.randn(*shape, generator=generator)
+    q = torch.randn(300, config.heads, config.head_dim, generator=generator)
+    state = KVState(model, KvLayout(window, coding=coding))
+    outs, first = [], 0
+    for size in sizes:
+        part = slice(first, first + size)
+        state.begin(first, size)
+        outs.append(state.attend(0, q[part].contiguous(), k[part].contiguous(), v[part].contiguous()))
+        state.commit(first + size)
+        first += size
+    rows = state.rows[0]
+    expected = formula(k, v, q, rows, config.attention_scale, coding.sinks)
+    torch.testing.assert_close(torch.cat(outs), expected, rtol=0, atol=2e-5)
+    assert rows.coded == rows.code.edge(299)
+
+
+def test_no_full_precision_copy_of_the_past_is_held() -> None:
+    """Codes of all but the recent rows, a ring of recent rows, four sinks; nothing else."""
+    model = tiny("llama")
+    engine = lk.build_engine("turbo-quant:recent=0", model)
+    engine.prefill(_ids(model, 50))
+    engine.prefill(_ids(model, 200))
+    config = model.config
+    state = engine._state
+    full = sum(row["live"] for row in engine.ledger().rows() if row["name"] == "K/V rows")
+    codes = sum(row["live"] for row in engine.ledger().rows() if row["name"] == "K/V codes")
+    vector = 2 * config.kv_heads * config.layer_count
+    coded = state.rows[0].coded
+    assert 250 - coded <= 127
+    assert codes == pytest.approx(coded * vector * (config.head_dim // 2 + 4), rel=0.01)
+    assert full <= (250 - coded + 4) * vector * config.head_dim * 4
+    assert engine.ledger().capacity == sum(held_storages(engine).values())
+    assert engine.ledger().capacity < 250 * vector * config.head_dim * 4
+
+
+# -- engines -------------------------------------------------------------------------------------------
+
+
+@combinations
+def test_a_check_says_what_was_read(family: str, spec: str) -> None:
+    """Bounds are for trained models (tests/real); here the report has to be whole and to tell the forms."""
+    engine = lk.build_engine(spec, tiny(family))
+    report = engine.policy.contract.check(engine, _ids(engine.model, 250), prompt_tokens=200, free_tokens=4)
+    assert report.teacher_forced.max_kl < 20
+    assert report.teacher_forced.same_bits is False
+    assert sum(report.forms.values()) == pytest.approx(1)
+    assert any(name.startswith("turbo") or "rows" in name for name in report.forms), report.forms
+
+
+@combinations
+def test_any_chunks_give_the_same_bits(family: str, spec: str) -> None:
+    model = tiny(family)
+    ids = _ids(model)
+    whole = lk.build_engine(spec, model).prefill_rows(ids)
+    for sizes in ([100, 130], [63, 1, 64, 65, 37], [1] * 130 + [100]):
+        engine = lk.build_engine(spec, model)
+        start, rows = 0, []
+        for size in sizes:
+            rows.append(engine.prefill_rows(ids[start : start + size]))
+            start += size
+        assert torch.equal(torch.cat(rows), whole), sizes
+
+
+@combinations
+def test_drop_derivative_changes_nothing(family: str, spec: str) -> None:
+    model = tiny(family)
+    ids = _ids(model, 180)
+    kept, dropped = lk.build_engine(spec, model), lk.build_engine(spec, model)
+    if kept.policy.derivative == StateKind.NOTHING:
+        assert dropped.drop_derivative() == 0
+        return
+    kept.prefill(ids[:150])
+    dropped.prefill(ids[:150])
+    for step, token in enumerate(ids[150:]):
+        if step % 7 == 0:
+            assert dropped.drop_derivative() > 0
+            assert dropped.ledger().total(role="derivative", capacity=True) == 0
+        assert torch.equal(dropped.decode_step(token), kept.decode_step(token)), step
+
+
+@combinations
+@pytest.mark.parametrize("keep", [1, 63, 64, 100, 129, 200])
+def test_trim_keeps_codes_as_they_are(family: str, spec: str, keep: int) -> None:
+    """What was coded stays coded, by the same bits; where codes are derivative, a trim leaves no trace."""
+    model = tiny(family)
+    ids, other = _ids(model), _ids(model, 50, seed=4)
+    engine = lk.build_engine(spec, model)
+    engine.prefill(ids)
+    before = _codes(engine)
+    recomputed = engine.trim(keep)
+    assert engine.tokens == ids[:keep]
+    assert engine.ledger().capacity == sum(held_storages(engine).values())
+    got = engine.prefill_rows(other)
+    assert torch.isfinite(got).all()
+    if engine.policy.derivative == StateKind.NOTHING and not recomputed:
+        for old, new in zip(before, _codes(engine), strict=True):
+            assert all(torch.equal(new[position], row) for position, row in old.items() if position < keep)
+    else:
+        assert torch.equal(got, lk.build_engine(spec, model).prefill_rows(ids[:keep] + other)[keep:])
+
+
+def _codes(engine: lk.KvEngine) -> list[dict[int, torch.Tensor]]:
+    """Decoded K of every coded layer that keeps all rows, by position."""
+    listed = []
+    for rows in getattr(engine._state, "rows", []):
+        if isinstance(rows, KvRows) and rows.code is not None and rows.window is None:
+            first = rows.kept_sinks
+            k = rows.decoded(first, rows.coded)[0] if rows.coded > first else torch.empty(0)
+            listed.append({first + index: row for index, row in enumerate(k)})
+    return listed
+
+
+@combinations
+def test_fork_shares_codes_and_leaves_the_parent_intact(family: str, spec: str) -> None:
+    model = tiny(family)
+    ids, other = _ids(model, 240), _ids(model, 40, seed=5)
+    parent, witness = lk.build_engine(spec, model), lk.build_engine(spec, model)
+    parent.prefill(ids[:200])
+    witness.prefill(ids[:200])
+    child = parent.fork()
+    together = Ledger.combined([parent.ledger(), child.ledger()])
+    assert together.capacity == sum(held_storages(parent, child).values())
+    assert together.capacity < 1.7 * parent.ledger().capacity
+    for mine, theirs in zip(ids[200:], other, strict=True):
+        forked = child.decode_step(theirs)
+        assert torch.equal(parent.decode_step(mine), witness.decode_step(mine))
+    fresh = lk.build_engine(spec, model)
+    assert torch.equal(forked, fresh.prefill(ids[:200] + other))
+    together = Ledger.combined([parent.ledger(), child.ledger()])
+    assert together.capacity == sum(held_storages(parent, child).values())
+
+
+@combinations
+def test_ledger_equals_the_storages_found(family: str, spec: str) -> None:
+    model = tiny(family)
+    engine = lk.build_engine(spec, model)
+    for size in (1, 62, 1, 1, 70, 3, 64, 1):
+        engine.prefill(_ids(model, size))
+        assert engine.ledger().capacity == sum(held_storages(engine).values())
+        assert engine.ledger().live <= engine.ledger().capacity
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_a_row_is_coded_once(bits: int) -> None:
+    """Codes of a block never change again, and are those of its full-precision rows: there is no drift."""
+    model = tiny("llama")
+    config = model.config
+    k, v = (torch.randn(2000, config.kv_heads, config.head_dim) for _ in range(2))
+    q = torch.randn(2000, config.heads, config.head_dim)
+    state = KVState(model, KvLayout(coding=KvCoding(bits, bits, centred=False)))
+    rows, kept = state.rows[0], {}
+    for first in range(0, 2000, 50):
+        part = slice(first, first + 50)
+        state.begin(first, 50)
+        state.attend(0, q[part], k[part], v[part])
+        state.commit(first + 50)
+        if rows.coded > 64:
+            kept.setdefault(64, rows.decoded(64, rows.coded)[0][:1].clone())
+            assert torch.equal(rows.decoded(64, rows.coded)[0][:1], kept[64])
+    code = KvCoding(bits, bits).code(config).k
+    turned = code.rotate(k[4 : rows.coded])
+    assert torch.equal(rows.decoded(4, rows.coded)[0], code.decode(*code.encode(turned)))
