@@ -241,13 +241,23 @@ class ExactWithinWindow(Contract):
 
 @dataclass(frozen=True)
 class BoundedKL(Contract):
-    """No step's KL against `standard` exceeds `nats` (plus twice the noise floor)."""
+    """No step's KL exceeds `nats` (plus twice the noise floor): against `standard`, or with `tumbling` against
+    windows of so many tokens in full precision."""
 
     nats: float
+    tumbling: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.nats < math.inf:
             raise ValueError(f"a KL bound must be positive and finite, got {self.nats}")
+
+    @property
+    def reference_window(self) -> int | None:
+        return self.tumbling or None
+
+    @property
+    def mask(self) -> dict[str, int]:
+        return {"tumbling": self.tumbling} if self.tumbling else {}
 
     @property
     def nats_allowed(self) -> float:

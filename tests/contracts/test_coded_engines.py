@@ -11,6 +11,7 @@ import torch
 import larql_kv as lk
 from larql_kv.model.model import Model
 from larql_kv.policy import StateKind
+from larql_kv.state.coded_rows import CodedRows
 from larql_kv.state.kv import KvLayout, KVState
 from larql_kv.state.kv_code import KvCoding
 from larql_kv.state.kv_rows import KvRows
@@ -40,12 +41,23 @@ def formula(
     code = rows.code
     assert code is not None
     n, heads, d = q.shape
-    held = []
-    for x, form in ((k, code.k), (v, code.v)):
+    held, channel = [], torch.ones_like(k[0])
+    if code.scaled:
+        first = k[sinks : (sinks // 64 + 1) * 64]
+        spread = (first - first.mean(0)).square().mean(0)
+        channel = (spread + 1e-3 * spread.mean(-1, keepdim=True)) ** 0.25
+        channel = (channel / channel.square().mean(-1, keepdim=True).sqrt()).clamp(1 / 8, 8)
+        torch.testing.assert_close(rows.scale, channel, rtol=1e-4, atol=1e-6)
+        channel = rows.scale  # its last bits decide codes
+    for x, form in ((k / channel, code.k), (v, code.v)):
         turned = form.rotate(x)
-        centre = turned[sinks : (sinks // 64 + 1) * 64].mean(0) if code.centred and x is k else None
+        centre = torch.zeros_like(turned)
+        for start in range(0, n, 64) if code.centred and x is not v else ():
+            rows_of_block = turned[max(start, sinks) : start + 64]
+            centre[start : start + 64] = rows_of_block.mean(0).bfloat16().float()
         coded = form.decode(*form.encode(turned, centre), centre)
-        held.append((turned.double(), coded.double()))
+        full = form.rotate(k) if x is not v else turned
+        held.append((full.double(), coded.double()))
     position = torch.arange(n)
     edge = (position - code.recent).clamp_min(0) // 64 * 64
     is_coded = (position[None] < edge[:, None]) & (position[None] >= sinks)
@@ -56,11 +68,12 @@ def formula(
     (k_full, k_coded), (v_full, v_coded) = (
         tuple(t.repeat_interleave(group, 1) for t in pair) for pair in held
     )
-    turned_q = code.k.rotate(q).double()
     scores = torch.where(
         is_coded,
-        torch.einsum("qhd,khd->hqk", turned_q, k_coded),
-        torch.einsum("qhd,khd->hqk", turned_q, k_full),
+        torch.einsum(
+            "qhd,khd->hqk", code.k.rotate(q * channel.repeat_interleave(group, 0)).double(), k_coded
+        ),
+        torch.einsum("qhd,khd->hqk", code.k.rotate(q).double(), k_full),
     )
     weights = (scores * scale).masked_fill(~seen, -math.inf).softmax(-1)
     out = torch.einsum("hqk,khd->qhd", weights * is_coded, v_coded)
@@ -74,7 +87,7 @@ def formula(
         KvCoding(),
         KvCoding(4, 4, recent=0, sinks=0),
         KvCoding(3, 4, "uniform", recent=37, sinks=9),
-        KvCoding(4, 2, recent=128, sinks=4, centred=False),
+        KvCoding(4, 2, recent=128, sinks=4, centred=False, scaled=False),
         KvCoding(2, 3, recent=5, sinks=100),
     ],
     ids=str,
@@ -118,7 +131,8 @@ def test_no_full_precision_copy_of_the_past_is_held() -> None:
     vector = 2 * config.kv_heads * config.layer_count
     coded = state.rows[0].coded
     assert 250 - coded <= 127
-    assert codes == pytest.approx(coded * vector * (config.head_dim // 2 + 4), rel=0.01)
+    means = coded / 64 * 2 * config.head_dim * config.kv_heads * config.layer_count
+    assert codes == coded * vector * (config.head_dim // 2 + 4) + means
     assert full <= (250 - coded + 4) * vector * config.head_dim * 4
     assert engine.ledger().capacity == sum(held_storages(engine).values())
     assert engine.ledger().capacity < 250 * vector * config.head_dim * 4
@@ -183,7 +197,7 @@ def test_trim_keeps_codes_as_they_are(family: str, spec: str, keep: int) -> None
     assert engine.ledger().capacity == sum(held_storages(engine).values())
     got = engine.prefill_rows(other)
     assert torch.isfinite(got).all()
-    if engine.policy.derivative == StateKind.NOTHING and not recomputed:
+    if engine.policy.canonical in (StateKind.KV_CODES, StateKind.RESIDUAL_CODES) and not recomputed:
         for old, new in zip(before, _codes(engine), strict=True):
             assert all(torch.equal(new[position], row) for position, row in old.items() if position < keep)
     else:
@@ -191,13 +205,17 @@ def test_trim_keeps_codes_as_they_are(family: str, spec: str, keep: int) -> None
 
 
 def _codes(engine: lk.KvEngine) -> list[dict[int, torch.Tensor]]:
-    """Decoded K of every coded layer that keeps all rows, by position."""
+    """What the codes of every layer that keeps all rows decode to, by position."""
     listed = []
-    for rows in getattr(engine._state, "rows", []):
+    for rows in [*getattr(engine._state, "rows", []), *getattr(engine._state, "pages", [])]:
+        decoded: list[torch.Tensor] | torch.Tensor = []
+        first = 0
         if isinstance(rows, KvRows) and rows.code is not None and rows.window is None:
             first = rows.kept_sinks
-            k = rows.decoded(first, rows.coded)[0] if rows.coded > first else torch.empty(0)
-            listed.append({first + index: row for index, row in enumerate(k)})
+            decoded = rows.decoded(first, rows.coded)[0] if rows.coded > first else []
+        elif isinstance(rows, CodedRows) and rows.ring is None and rows.coded:
+            decoded = rows.read(0, rows.coded)
+        listed.append({first + index: row for index, row in enumerate(decoded)})
     return listed
 
 
@@ -238,7 +256,7 @@ def test_a_row_is_coded_once(bits: int) -> None:
     config = model.config
     k, v = (torch.randn(2000, config.kv_heads, config.head_dim) for _ in range(2))
     q = torch.randn(2000, config.heads, config.head_dim)
-    state = KVState(model, KvLayout(coding=KvCoding(bits, bits, centred=False)))
+    state = KVState(model, KvLayout(coding=KvCoding(bits, bits, centred=False, scaled=False)))
     rows, kept = state.rows[0], {}
     for first in range(0, 2000, 50):
         part = slice(first, first + 50)

@@ -112,7 +112,7 @@ class CodedMachine(EngineMachine):
     @rule(share=st.floats(0, 1))
     def trim(self, share: float) -> None:
         super().trim(share)
-        self.trimmed = self.engine.policy.derivative == StateKind.NOTHING
+        self.trimmed = self.engine.policy.canonical in (StateKind.KV_CODES, StateKind.RESIDUAL_CODES)
 
     @precondition(lambda self: self.parked)
     @rule()

@@ -48,8 +48,10 @@ class Decoder(Protocol):
         v: torch.Tensor,
         past: KvRows,
         first: int,
+        q_codes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention over what `past` attends of its rows and the new ones -> (n, heads * head_dim)."""
+        """Causal attention over what `past` attends of its rows and the new ones -> (n, heads * head_dim).
+        Rows held as codes meet the queries `q_codes`."""
         ...
 
     def append_rows(self, k: torch.Tensor, v: torch.Tensor, past: KvRows, first: int, skip: int) -> None:
@@ -60,9 +62,15 @@ class Decoder(Protocol):
         """Raises BackendUnavailable for layers whose rows this backend cannot attend."""
         ...
 
-    def rotated(self, x: torch.Tensor, code: TurboCode, as_stored: bool = False) -> torch.Tensor:
-        """Head vectors (n, heads, head_dim) in the code's rotated domain (its own inverse), fresh;
-        `as_stored`: with values of the K/V dtype."""
+    def turned(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: KvRows
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of a coded layer: (q, q_codes, k, v) rotated, fresh. q_codes were multiplied by `rows.scale`
+        before; k and v hold values of the K/V dtype."""
+        ...
+
+    def turned_back(self, out: torch.Tensor, rows: KvRows) -> torch.Tensor:
+        """Attention's result (n, heads * head_dim) out of the rotated domain; may change `out`."""
         ...
 
     def encode(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from larql_kv.codec.ordered import bf16_above, nearest_root, neighbour_sum
 from larql_kv.codec.outliers import BYTES_EACH, kept, put_outliers, take_outliers
-from larql_kv.codec.rows import RowCodec, register
+from larql_kv.codec.rows import RowCodec, from_bytes, register, to_bytes
 
 
 @dataclass(frozen=True)
@@ -21,45 +21,45 @@ class GroupedRows(RowCodec):
     lowest integer, and all 2^bits integers are used. Error of a value: half a scale; up to a whole one at
     the other end, where the highest integer falls short.
 
-    A row is outliers (codec/outliers.py) | scales, bf16 | a plane: with b bits a value and
-    n = ceil(width * b / 8), the value of channel i * n + j, plus 2^(b-1), is bits b * i .. of byte j.
+    A row is outliers (codec/outliers.py) | scales, bf16 | integers plus 2^(bits-1), in order of the
+    channels; of 4 bits two to a byte, the even channel low.
     """
 
     name: str
     bits: int  # 4 or 8
     group: int
     outliers: int
-    largest: ClassVar[float] = torch.finfo(torch.float32).max
+    largest: ClassVar[float] = 3e38  # so that what the scale's rounding adds does not overflow
 
     def bytes_per_row(self, width: int) -> int:
-        return BYTES_EACH * kept(width, self.outliers) + 2 * -(-width // self.group) + self._plane(width)
-
-    def _plane(self, width: int) -> int:
-        return -(-width * self.bits // 8)
+        return (
+            BYTES_EACH * kept(width, self.outliers) + 2 * -(-width // self.group) + -(-width * self.bits // 8)
+        )
 
     def _encode(self, rows: Tensor) -> Tensor:
         n, width = rows.shape
         rows, packed = take_outliers(rows, kept(width, self.outliers))
-        groups = torch.nn.functional.pad(rows, (0, -width % self.group)).view(n, -1, self.group)
+        groups = torch.nn.functional.pad(rows, (0, -width % self.group)).view(
+            n, -(-width // self.group), self.group
+        )
         high, low = groups.amax(-1), groups.amin(-1)
         half = 1 << (self.bits - 1)
         size = bf16_above(torch.maximum(high, -low) / half)
-        scale = torch.where(high >= -low, -size, size)
+        scale = torch.where(size == 0, 0.0, torch.where(high >= -low, -size, size))  # and never -0
         values = torch.where(scale[..., None] == 0, 0.0, torch.round(groups / scale[..., None]))
         codes = (values.clamp(-half, half - 1) + half).to(torch.uint8).flatten(1)[:, :width]
-        fields = torch.nn.functional.pad(codes, (0, self._plane(width) * 8 // self.bits - width))
-        fields = fields.view(n, 8 // self.bits, -1)
-        plane = fields[:, 0] if self.bits == 8 else fields[:, 0] | (fields[:, 1] << 4)
-        return torch.cat((packed, scale.to(torch.bfloat16).view(torch.uint8), plane), 1)
+        if self.bits == 4:
+            codes = torch.nn.functional.pad(codes, (0, width % 2))
+            codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+        return torch.cat((packed, to_bytes(scale.to(torch.bfloat16)), codes), 1)
 
     def _decode(self, codes: Tensor, width: int) -> Tensor:
-        plane = self._plane(width)
-        at = BYTES_EACH * kept(width, self.outliers)
-        packed, scales, fields = codes.split((at, codes.shape[1] - at - plane, plane), 1)
+        start = BYTES_EACH * kept(width, self.outliers)
+        packed, scales, fields = codes.tensor_split((start, start + 2 * -(-width // self.group)), 1)
         if self.bits == 4:
-            fields = torch.cat((fields & 15, fields >> 4), 1)
+            fields = torch.stack((fields & 15, fields >> 4), -1).flatten(1)
         values = fields[:, :width].float() - (1 << (self.bits - 1))
-        scale = scales.contiguous().view(torch.bfloat16).float()
+        scale = from_bytes(scales, torch.bfloat16).float()
         rows = values * scale.repeat_interleave(self.group, 1)[:, :width]
         return put_outliers(rows, packed)
 
@@ -80,15 +80,16 @@ class ClippedRows(RowCodec):
 
     def _encode(self, rows: Tensor) -> Tensor:
         width = torch.full((len(rows), 1), float(rows.shape[1]), device=rows.device)
-        deviations = rows - neighbour_sum(rows)[:, None] / width
+        rest = rows - rows[:, :1]  # exactly 0 for a constant row
+        deviations = rest - neighbour_sum(rest)[:, None] / width
         sigma = nearest_root(neighbour_sum(deviations * deviations)[:, None] / width)
         scale = 3.0 * torch.where(sigma == 0, 1.0, sigma) / torch.full_like(sigma, 127.0)
         codes = torch.round(rows / scale).clamp(-127, 127).to(torch.int8)
-        return torch.cat((scale.view(torch.uint8), codes.view(torch.uint8)), 1)
+        return torch.cat((to_bytes(scale), to_bytes(codes)), 1)
 
     def _decode(self, codes: Tensor, width: int) -> Tensor:
-        scale = codes[:, :4].contiguous().view(torch.float32)
-        return codes[:, 4:].contiguous().view(torch.int8).float() * scale
+        scale = from_bytes(codes[:, :4], torch.float32)
+        return from_bytes(codes[:, 4:], torch.int8).float() * scale
 
 
 # Outlier counts and groups by measurement: docs/codecs.md, "How the defaults were chosen".

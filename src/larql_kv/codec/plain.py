@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from larql_kv.codec.rows import RowCodec, register
+from larql_kv.codec.rows import RowCodec, from_bytes, register, to_bytes
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class PlainRows(RowCodec):
         return super().decode(codes, width)
 
     def _encode(self, rows: Tensor) -> Tensor:
-        return rows.to(self.dtype).contiguous().view(torch.uint8)
+        return to_bytes(rows.to(self.dtype))
 
     def _decode(self, codes: Tensor, width: int) -> Tensor:
-        return codes.contiguous().view(self.dtype).float()
+        return from_bytes(codes, self.dtype).float()
 
 
 register(PlainRows("float32", torch.float32))

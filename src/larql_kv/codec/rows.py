@@ -59,10 +59,10 @@ class RowCodec(ABC):
             rows = rows * weight
         fits = rows.abs() <= self.largest
         if self.largest < math.inf and not bool(fits.all()):
-            row, channel = (int(i) for i in (~fits).nonzero()[0])
+            row, channel = (~fits).nonzero()[0].tolist()
             raise BackendFailure(
-                f"row {row} holds {float(rows[row, channel]):g} at channel {channel}; codec {self.name} holds "
-                f"values up to {self.largest:g}: the forward pass that made this row went wrong"
+                f"row {row} holds {float(rows[row, channel]):g} at channel {channel}; codec {self.name} "
+                f"holds values up to {self.largest:g}: the forward pass that made this row went wrong"
             )
         return self._encode(rows)
 
@@ -113,6 +113,16 @@ def row_codec(name: str) -> RowCodec:
 def codec_names() -> list[str]:
     """Every name of a registered codec."""
     return sorted(_CODECS)
+
+
+def to_bytes(values: Tensor) -> Tensor:
+    """The bytes of values (..., n), little end first."""
+    return values.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def from_bytes(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse; the bytes may lie anywhere in a row."""
+    return codes.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def channel_weights(norm_weight: Tensor) -> Tensor:

@@ -63,7 +63,9 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes (..., dim) uint8, one a byte -> their planes (..., dim * bits / 8); dim a multiple of 8."""
     parts = []
     for width, low in planes(bits):
-        fields = ((codes >> low) & ((1 << width) - 1)).unflatten(-1, (8 // width, -1))
+        fields = ((codes >> low) & ((1 << width) - 1)).unflatten(
+            -1, (8 // width, codes.shape[-1] * width // 8)
+        )
         parts.append(sum(field << (width * i) for i, field in enumerate(fields.unbind(-2))))
     return torch.cat(parts, -1)
 
@@ -135,10 +137,10 @@ class TurboCode:
         """R x over the last axis, (..., dim) float32; twice is the identity, to rounding."""
         self._check("x", x, self.dim, torch.float32)
         diagonal = _signs_on(self.dim, x.device)
-        y = (x * diagonal).reshape(-1, self.block)
+        y = (x * diagonal).reshape(x.numel() // self.block, self.block)
         h = 1
         while h < self.block:
-            a, b = y.view(-1, 2, h).unbind(1)
+            a, b = y.view(y.numel() // (2 * h), 2, h).unbind(1)
             y = torch.stack((a + b, a - b), 1)
             h *= 2
         return (y.reshape(x.shape) * float(np.float32(1 / math.sqrt(self.block)))) * diagonal
@@ -168,7 +170,7 @@ class TurboCode:
         return x if mean is None else x + mean
 
     def _norm(self, x: Tensor) -> Tensor:
-        total, *others = neighbour_sum((x * x).unflatten(-1, (-1, self.block))).unbind(-1)
+        total, *others = neighbour_sum((x * x).unflatten(-1, (self.dim // self.block, self.block))).unbind(-1)
         for other in others:
             total = total + other
         return nearest_root(total)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from larql_kv.codec.outliers import BYTES_EACH, kept, put_outliers, take_outliers
-from larql_kv.codec.rows import RowCodec, register
+from larql_kv.codec.rows import RowCodec, from_bytes, register, to_bytes
 from larql_kv.codec.turbo import TurboCode
 
 MOST_BLOCK = 128
@@ -36,14 +36,16 @@ class TurboRows(RowCodec):
     def _encode(self, rows: Tensor) -> Tensor:
         code = self.code(rows.shape[1])
         rows, packed = take_outliers(rows, kept(rows.shape[1], OUTLIERS))
-        codes, scales = code.encode(code.rotate(rows.unflatten(1, (-1, code.dim))))
-        return torch.cat((packed, scales.view(torch.uint8), codes.flatten(1)), 1)
+        codes, scales = code.encode(code.rotate(rows.unflatten(1, (rows.shape[1] // code.dim, code.dim))))
+        return torch.cat((packed, to_bytes(scales), codes.flatten(1)), 1)
 
     def _decode(self, codes: Tensor, width: int) -> Tensor:
         code, at = self.code(width), BYTES_EACH * kept(width, OUTLIERS)
         blocks = width // code.dim
         packed, scales, planes = codes.split((at, 4 * blocks, blocks * code.code_bytes), 1)
-        vectors = code.decode(planes.unflatten(1, (blocks, -1)), scales.contiguous().view(torch.float32))
+        vectors = code.decode(
+            planes.unflatten(1, (blocks, code.code_bytes)), from_bytes(scales, torch.float32)
+        )
         return put_outliers(code.rotate(vectors).flatten(1), packed)
 
 

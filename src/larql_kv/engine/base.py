@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from larql_kv.backends.draw import Draw
     from larql_kv.engine.ahead import AheadRun, StepExecutor
     from larql_kv.engine.generate import Token
+    from larql_kv.engine.windows import Windows
 
 # What a forward pass may die of: it becomes a BackendFailure.
 _RUN_TIME_FAILURES = (
@@ -90,11 +91,11 @@ class KvEngine(EngineFacts):
         Raises EmptyPrompt for no tokens; ModelError, before any work, for an id outside the vocabulary or
         a text longer than the model's context; BackendFailure when the forward pass fails.
         """
-        return self._run(token_ids, keep=1)
+        return self._run(token_ids, keep=1, query=True)
 
     def prefill_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
         """As `prefill`, returning every new token's hidden, (n, hidden)."""
-        return self._run(token_ids, keep=None)
+        return self._run(token_ids, keep=None, query=True)
 
     def decode_step(self, token_id: int) -> torch.Tensor:
         """Append one token; returns its hidden (1, hidden) float32, before the final norm.
@@ -105,7 +106,7 @@ class KvEngine(EngineFacts):
             raise InvariantViolation("decode_step before prefill: the engine holds no tokens")
         return self._run([token_id], keep=1)
 
-    def _run(self, token_ids: Sequence[int], keep: int | None) -> torch.Tensor:
+    def _run(self, token_ids: Sequence[int], keep: int | None, query: bool = False) -> torch.Tensor:
         ids = token_list(token_ids)
         self.check_ids(ids)
         self.check_ffn()
@@ -115,7 +116,7 @@ class KvEngine(EngineFacts):
             self.changes += 1
             self._tokens.append(ids)
             self.recomputed_tokens = held - min(held, self._state.length)
-            return self._forward(held if keep is None else len(self._tokens) - keep)
+            return self._forward(held if keep is None else len(self._tokens) - keep, query)
 
     @contextmanager
     def _guarded(self, length: int) -> Iterator[None]:
@@ -135,7 +136,7 @@ class KvEngine(EngineFacts):
         if isinstance(clock, StageClock):
             clock.finish()
 
-    def _forward(self, keep_from: int) -> torch.Tensor:
+    def _forward(self, keep_from: int, query: bool = False) -> torch.Tensor:
         """Run every position the state does not hold; returns hidden rows of positions keep_from.. ."""
         state, clock = self._state, self._state.clock
         first = state.length
@@ -147,16 +148,19 @@ class KvEngine(EngineFacts):
             self._path = "eager"
         rows_at_once = getattr(self.model.decoder, "prefill_rows", PREFILL_ROWS)
         kept = []
-        for start in range(0, len(ids), rows_at_once):
-            chunk = ids[start : start + rows_at_once]
-            position = first + start
+        state.begin_call(self._tokens, self.ffn, query)
+        position, stop = first, first + len(ids)
+        while position < stop:
+            end = state.chunk_end(position, min(stop, position + rows_at_once))
+            chunk = ids[position - first : end - first]
             clock.switch("embed")
             rows = self.model.embed(chunk)
             state.begin(position, len(chunk))
             hidden = self.model.forward(rows, position, state, self.ffn, clock=clock)
-            state.commit(position + len(chunk))
-            if position + len(chunk) > keep_from:
+            state.commit(end)
+            if end > keep_from:
                 kept.append(hidden[max(0, keep_from - position) :])
+            position = end
         state.end_step()
         return self._finite(torch.cat(kept))
 
@@ -313,6 +317,27 @@ class KvEngine(EngineFacts):
             raise BackendFailure("the logits are not finite: are the head's weights corrupt?")
         clock.switch("other")
         return logits
+
+    # -- windows -------------------------------------------------------------------------------------
+
+    @property
+    def windows(self) -> Windows:
+        """The windows of `unlimited-context`: its figures, archive, replays and `flush`. Raises
+        BackendUnavailable for an engine that keeps none."""
+        from larql_kv.engine.windows import windows_of
+
+        return windows_of(self, self._state)
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Inside, the state holds every token, and can run those that it archived again."""
+        self.check_ffn()
+        self.forget_ahead()
+        self._restore()
+        with self._guarded(len(self._tokens)):
+            self._state.begin_call(self._tokens, self.ffn, query=False)
+            yield
+            self._state.end_step()
 
     # -- measuring -----------------------------------------------------------------------------------
 

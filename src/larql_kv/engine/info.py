@@ -22,6 +22,7 @@ class EngineInfo:
     backend: str  # with the path that the last call ran on, where there are several
     config: str
     capture: str  # the mask in force: what is staged to the host each step
+    note: str = ""  # what the state costs on this model, where that is not plain to see
 
     @property
     def summary(self) -> str:
@@ -84,7 +85,8 @@ class EngineFacts:
         doc = (self.spec.__doc__ or "").strip().splitlines()[0]
         name, _, config = self.spec.text.partition(":")
         backend = f"{self.model.decoder.name} {self._path}".strip()
-        return EngineInfo(name, doc, backend, config, str(self.capture))
+        note = self.spec.cost_note(self.model)
+        return EngineInfo(name, doc, backend, config, str(self.capture), note)
 
     def ledger(self) -> Ledger:
         """Bytes of every tensor this engine holds (weights are the model's). What a backend shares among all

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from larql_kv.codec.rows import row_codec
-from larql_kv.engine.row_codecs import nats_of
+from larql_kv.codec.rows import RowCodec, row_codec
 from larql_kv.engine.preconditions import require_residual_sufficiency
+from larql_kv.engine.residual_cost import residual_cost
+from larql_kv.engine.row_codecs import nats_of
 from larql_kv.model.model import Model
 from larql_kv.policy import BoundedKL, StateKind, StatePolicy
 from larql_kv.spec import EngineSpec, engine, key
@@ -42,5 +43,10 @@ class MarkovResidualCodec(EngineSpec):
     def build_state(self, model: Model) -> ResidualState:
         require_residual_sufficiency(model.config, self.engine_name)
         place = self.rows or ("host" if self.window else "device")
-        codecs = [row_codec(self.codec)] * model.config.layer_count
-        return ResidualState(model, self.window, place, codecs)
+        return ResidualState(model, self.window, place, self._codecs(model))
+
+    def cost_note(self, model: Model) -> str:
+        return residual_cost(model, self._codecs(model), self.window)
+
+    def _codecs(self, model: Model) -> list[RowCodec]:
+        return [row_codec(self.codec)] * model.config.layer_count

@@ -6,7 +6,10 @@ from larql_kv.codec.rows import row_codec
 
 # Nats a step may be off `standard`: at most twice the largest seen over 1,000 tokens past the window
 # (docs/codecs.md, `python benchmarks/coded_kl.py`).
-_NATS = {"float32": 1e-6, "bf16": 0.01, "int8-g64": 0.05, "int4-g32": 0.2}
+_NATS = {
+    row_codec(name).name: nats
+    for name, nats in {"float32": 1e-6, "bf16": 0.01, "int8": 0.05, "int4": 0.2}.items()
+}
 _COARSE = 5.0  # everything else
 
 

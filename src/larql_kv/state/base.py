@@ -15,9 +15,11 @@ from larql_kv.state.ledger import LedgerEntry
 from larql_kv.state.pages import BLOCK, PagedRows
 
 if TYPE_CHECKING:
+    from larql_kv.model.forward import Ffn
     from larql_kv.model.model import Model
     from larql_kv.state.bridge import CaptureMask, HostBridge
     from larql_kv.state.kv_rows import KvRows
+    from larql_kv.state.tokens import TokenLog
 
 
 @dataclass
@@ -79,6 +81,15 @@ class State(ABC):
         self.first = 0
         self.clock: Clock = NULL_CLOCK
         self.rows_read: Counter[str] = Counter()  # attended rows by the form they were read in
+
+    def begin_call(self, tokens: TokenLog, ffn: Ffn, query: bool) -> None:
+        """A call is about to run what the state does not hold of `tokens`, through `ffn`, layer by layer.
+        `query`: the new ones are a prompt, not a step."""
+        return
+
+    def chunk_end(self, first: int, stop: int) -> int:
+        """Where the chunk of rows first.. has to end, at most at `stop`."""
+        return stop
 
     def begin(self, first: int, count: int) -> None:
         """Rows first..first+count-1 are about to be run."""

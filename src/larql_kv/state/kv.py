@@ -91,27 +91,22 @@ class KVState(RowState):
         rows, first = self.rows[layer], self.first
         if rows.code is None:
             if self.layout.tumbling is None:
-                return self._attend(layer, q, k, v, first)
+                return self.attend_at(layer, q, k, v, first)
             return self._attend_pieces(layer, q, k, v)
-        decoder = self.model.decoder
-        q = decoder.rotated(q, rows.code.k)
-        k = decoder.rotated(k, rows.code.k, as_stored=True)
-        v = decoder.rotated(v, rows.code.v, as_stored=True)
-        out = self._attend_pieces(layer, q, k, v)
-        return decoder.rotated(out.view(q.shape), rows.code.v).view(out.shape)
+        return self.model.decoder.turned_back(self._attend_pieces(layer, q, k, v), rows)
 
     def _attend_pieces(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention in pieces of rows that see the same start, and the same rows as codes."""
         rows, out = self.rows[layer], []
         for begin, stop in self._pieces(rows, self.first, self.first + len(q)):
+            part = slice(begin - self.first, stop - self.first)
+            if self.layout.tumbling is not None:
+                rows.start = max(0, self._span(begin)[0] - 1)
             if rows.code is not None:
                 stage = self.clock.switch("state_append")
                 rows.encode_below(rows.code.edge(begin))
                 self.clock.switch(stage)
-            if self.layout.tumbling is not None:
-                rows.start = max(0, begin // self.layout.tumbling * self.layout.tumbling - 1)
-            part = slice(begin - self.first, stop - self.first)
-            out.append(self._attend(layer, q[part], k[part], v[part], begin))
+            out.append(self.attend_at(layer, q[part], k[part], v[part], begin))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _pieces(self, rows: KvRows, first: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -120,15 +115,24 @@ class KVState(RowState):
             if rows.code is not None:
                 end = min(end, first + BLOCK - (first - rows.code.recent) % BLOCK)
             if self.layout.tumbling is not None:
-                end = min(end, first + self.layout.tumbling - first % self.layout.tumbling)
+                end = min(end, self._span(first)[1])
             yield first, end
             first = end
 
-    def _attend(
+    def _span(self, position: int) -> tuple[int, int]:
+        """Of tumbling windows, the one that a row at `position` belongs to: its first position, and its end."""
+        assert self.layout.tumbling is not None
+        start = position // self.layout.tumbling * self.layout.tumbling
+        return start, start + self.layout.tumbling
+
+    def attend_at(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int
     ) -> torch.Tensor:
-        rows = self.rows[layer]
-        out = self.model.decoder.attend(q, k, v, rows, first)
+        """`attend` for rows at positions first.. of a layer whose rows see and hold the same throughout."""
+        rows, q_codes = self.rows[layer], None
+        if rows.code is not None:
+            q, q_codes, k, v = self.model.decoder.turned(q, k, v, rows)
+        out = self.model.decoder.attend(q, k, v, rows, first, q_codes)
         self._count(rows, first, len(q))
         stage = self.clock.switch("state_append")
         self.append(layer, k, v, first)
@@ -164,8 +168,7 @@ class KVState(RowState):
         """Hold K/V rows of positions first.. as a forward pass over them would have left them."""
         rows = self.rows[layer]
         if rows.code is not None:
-            k = self.model.decoder.rotated(k, rows.code.k, as_stored=True)
-            v = self.model.decoder.rotated(v, rows.code.v, as_stored=True)
+            _, _, k, v = self.model.decoder.turned(k, k, v, rows)
         for begin, stop in self._pieces(rows, first, first + len(k)):
             if rows.code is not None:
                 rows.encode_below(rows.code.edge(begin))

@@ -28,11 +28,12 @@ class KvCoding:
     skip: int = 0
     layers: Literal["global", "all"] = "global"
     centred: bool = True
+    scaled: bool = True
 
     def code(self, config: ModelConfig) -> KvCode:
         """The code of this model's heads. Raises SpecError for a head size without a format."""
         k, v = (TurboCode(bits, self.kind, config.head_dim) for bits in (self.k_bits, self.v_bits))
-        return KvCode(k, v, self.recent, self.centred)
+        return KvCode(k, v, self.recent, self.centred, self.scaled)
 
     def layers_coded(self, config: ModelConfig, kept: int | None) -> list[bool]:
         """By layer, whether its rows are coded, when an engine keeps the last `kept` rows (None: all).

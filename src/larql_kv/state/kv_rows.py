@@ -1,9 +1,12 @@
 """One layer's K/V rows: in full precision, or as codes once they left the recent tail.
 
-A block of full-precision rows is a tensor (2, kv_heads, rows, head_dim), K then V. A block of codes is uint8:
-K codes (kv_heads, rows, code bytes), V codes, zeros up to a multiple of 4, then float32 scales of K
-(kv_heads, rows) and of V. Both are laid out by the rows that the block has room for (64; fewer at the end of
-a ring). Rows of a coded layer are rotated, coded or not: attention on them runs in the rotated domain.
+A block of full-precision rows is a tensor (2, kv_heads, rows, head_dim), K then V, laid out by the rows that it
+has room for (64; fewer at the end of a ring). A block of codes is uint8: K codes (kv_heads, 64, code bytes),
+V codes, float32 scales of K (kv_heads, 64) and of V, bfloat16 means of K (kv_heads, head_dim): what is coded
+of a K row is what is left of it after the mean of the block's rows. Rows of a coded layer are rotated, coded
+or not: attention on them runs in the rotated domain. K rows that are coded were divided by a scale a channel
+first (`scale`), and meet queries that were multiplied by it: what a channel has more than others would
+otherwise be spread over all of them by the rotation, with its error.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ class KvCode:
     k: TurboCode
     v: TurboCode
     recent: int
-    centred: bool = True  # of K, code what is left after the mean of the first block's rows
+    centred: bool = True  # False: the means of K are zeros
+    scaled: bool = True  # code K's channels over scales that the first rows coded give
 
     @property
     def name(self) -> str:
@@ -39,8 +43,12 @@ class KvCode:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one K and one V vector with their scales."""
+        """Bytes of one K and one V vector with their scales, means apart."""
         return self.k.code_bytes + self.v.code_bytes + 8
+
+    def block_bytes(self, kv_heads: int) -> int:
+        """Bytes of a block of codes."""
+        return kv_heads * (BLOCK * self.row_bytes + 2 * self.k.dim)
 
     def edge(self, position: int) -> int:
         """A query at `position` reads positions below this as codes: whole blocks behind the recent rows."""
@@ -74,7 +82,7 @@ class KvRows:
         self.window, self.sinks, self.start = window, sinks, 0
         self.kept_sinks = sinks if kept_sinks is None else kept_sinks
         self.code, self.coded = code, 0
-        self.mean: torch.Tensor | None = None  # (kv_heads, head_dim) float32: of K, rotated
+        self.scale: torch.Tensor | None = None  # (kv_heads, head_dim) float32, set by the first rows coded
         self.view: tuple[int, Any] | None = None  # the backend's description of this, and its version
         self._shape = (heads, width)
         self._encode = model.decoder.encode
@@ -82,16 +90,18 @@ class KvRows:
         def make_block(rows: int) -> torch.Tensor:
             return allocate_block((2, heads, rows, width), model.kv_dtype, model.device)
 
-        def make_codes(rows: int) -> torch.Tensor:
+        def make_codes(_rows: int) -> torch.Tensor:
             assert code is not None
-            return allocate_block((_code_bytes(rows * heads, code),), torch.uint8, model.device)
+            return allocate_block((code.block_bytes(heads),), torch.uint8, model.device)
 
+        self._make_block = make_block
         self.hot = PagedRows(make_block, ring)
         self.sink_pages = PagedRows(make_block, None) if self.kept_sinks else None
         self.code_pages = None
         if code is not None:
-            behind = None if alive is None else max(BLOCK, alive - code.recent)
-            self.code_pages = PagedRows(make_codes, behind)
+            behind = None if alive is None else max(1, alive - code.recent)
+            whole = None if behind is None else (behind + BLOCK - 1) // BLOCK * BLOCK
+            self.code_pages = PagedRows(make_codes, whole)
 
     @property
     def pages(self) -> list[PagedRows]:
@@ -109,6 +119,10 @@ class KvRows:
         """Whether a window (or none) over full-precision rows is all there is to it."""
         return not (self.sinks or self.kept_sinks or self.start or self.code)
 
+    def new_pages(self) -> PagedRows:
+        """Empty pages for rows of full precision."""
+        return PagedRows(self._make_block, None)
+
     def reserve(self, first: int, stop: int) -> None:
         """Make positions first..stop-1 writable in full precision."""
         if self.sink_pages is not None and first < self.kept_sinks:
@@ -122,7 +136,7 @@ class KvRows:
     def encode_below(self, edge: int) -> None:
         """From now on positions below `edge` lie as codes, sinks excepted. Each row is coded once, from its
         full precision."""
-        first = max(self.coded, self.kept_sinks)
+        first = max(self.coded, self.kept_sinks, self.start)
         if edge <= self.coded:
             return
         assert self.code is not None
@@ -131,15 +145,31 @@ class KvRows:
         first = first if ring is None else max(first, edge - ring)
         if first < edge:
             both = self._full_precision(first, edge)
-            if self.code.centred and self.mean is None:
-                self.mean = both[0].mean(1)
+            if self.code.scaled:
+                both[0] = self._scaled(both[0])
             self.code_pages.reserve(first, edge)
             for offset, index, slot, count in self.code_pages.runs(first, edge):
                 part = both[:, :, offset : offset + count]
-                k, v, k_scale, v_scale = (view[:, slot : slot + count] for view in self._code_views(index))
-                self._encode(self.code.k, part[0], self.mean, k, k_scale)
-                self._encode(self.code.v, part[1], None, v, v_scale)
+                k, v, k_scale, v_scale, mean = self._code_views(index)
+                if first + offset == max((first + offset) // BLOCK * BLOCK, self.kept_sinks, self.start):
+                    mean.copy_(part[0].mean(1)) if self.code.centred else mean.zero_()
+                rows = slice(slot, slot + count)
+                self._encode(self.code.k, part[0], mean.float(), k[:, rows], k_scale[:, rows])
+                self._encode(self.code.v, part[1], None, v[:, rows], v_scale[:, rows])
         self.coded = edge
+
+    def _scaled(self, k: torch.Tensor) -> torch.Tensor:
+        """Rotated K (kv_heads, n, head_dim) over the channel scales, rotated again."""
+        assert self.code is not None
+        k = self.code.k.rotate(k.contiguous())
+        if self.scale is None:
+            spread = (k - k.mean(1, keepdim=True)).square().mean(1)
+            spread += (
+                1e-3 * spread.mean(1, keepdim=True) + 1e-30
+            )  # a dead channel is no reason for a huge scale
+            scale = spread.sqrt().sqrt()
+            self.scale = (scale / scale.square().mean(1, keepdim=True).sqrt()).clamp(1 / 8, 8)
+        return self.code.k.rotate(k / self.scale.unsqueeze(1))
 
     def _full_precision(self, first: int, stop: int) -> torch.Tensor:
         """(2, kv_heads, n, head_dim) float32 of positions that are not coded yet."""
@@ -149,27 +179,29 @@ class KvRows:
         ]
         return torch.cat(parts, 2).float()
 
-    def _code_views(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """K codes (kv_heads, rows, bytes), V codes, K scales (kv_heads, rows), V scales of a block."""
+    def _code_views(self, index: int) -> tuple[torch.Tensor, ...]:
+        """K codes (kv_heads, 64, bytes), V codes, K scales (kv_heads, 64), V scales, K means (kv_heads,
+        head_dim) of a block."""
         assert self.code is not None
         assert self.code_pages is not None
-        heads, rows = self._shape[0], self.code_pages.rows_of_block(index)
-        block = self.code_pages.block(index)
-        k_end = heads * rows * self.code.k.code_bytes
-        v_end = k_end + heads * rows * self.code.v.code_bytes
-        scales = block[(v_end + 3) // 4 * 4 :].view(torch.float32).view(2, heads, rows)
-        return block[:k_end].view(heads, rows, -1), block[k_end:v_end].view(heads, rows, -1), *scales
+        heads, width = self._shape
+        vectors = heads * BLOCK
+        sizes = [vectors * self.code.k.code_bytes, vectors * self.code.v.code_bytes, 8 * vectors]
+        k, v, scales, means = self.code_pages.block(index).split([*sizes, 2 * heads * width])
+        k_scale, v_scale = scales.view(torch.float32).view(2, heads, BLOCK)
+        rows = (heads, BLOCK, -1)
+        return k.view(rows), v.view(rows), k_scale, v_scale, means.view(torch.bfloat16).view(heads, width)
 
     def decoded(self, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V (n, kv_heads, head_dim) float32 of coded positions, rotated."""
+        """K (over the channel scales) and V (n, kv_heads, head_dim) float32 of coded positions, rotated."""
         assert self.code is not None
         assert self.code_pages is not None
         parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        mean = None if self.mean is None else self.mean.unsqueeze(1)
         for _, index, slot, count in self.code_pages.runs(first, stop):
-            k, v, k_scale, v_scale = (view[:, slot : slot + count] for view in self._code_views(index))
-            parts[0].append(self.code.k.decode(k, k_scale, mean))
-            parts[1].append(self.code.v.decode(v, v_scale))
+            k, v, k_scale, v_scale, mean = self._code_views(index)
+            rows = slice(slot, slot + count)
+            parts[0].append(self.code.k.decode(k[:, rows], k_scale[:, rows], mean.float().unsqueeze(1)))
+            parts[1].append(self.code.v.decode(v[:, rows], v_scale[:, rows]))
         k, v = (torch.cat(part, 1).transpose(0, 1).contiguous() for part in parts)
         return k, v
 
@@ -179,7 +211,7 @@ class KvRows:
         """Forget positions >= `length`; what is coded below it stays coded."""
         self.coded = min(self.coded, length)
         if length == 0:
-            self.mean, self.start, self.view = None, 0, None
+            self.start, self.scale, self.view = 0, None, None
         self.hot.truncate(self.hot.live_rows(length) if length > self.coded else 0)
         if self.sink_pages is not None:
             self.sink_pages.truncate(min(length, self.kept_sinks))
@@ -221,10 +253,6 @@ class KvRows:
             listed += self.sink_pages.entries("K/V rows", role, min(length, self.kept_sinks))
         if self.code_pages is not None:
             listed += self.code_pages.entries("K/V codes", role, self.coded, cold_below)
-        if self.mean is not None:
-            listed.append(entry("K means", role, self.mean, self.mean.nbytes))
+        if self.scale is not None:
+            listed.append(entry("K channel scales", role, self.scale, self.scale.nbytes))
         return listed
-
-
-def _code_bytes(vectors: int, code: KvCode) -> int:
-    return (vectors * (code.k.code_bytes + code.v.code_bytes) + 3) // 4 * 4 + 8 * vectors

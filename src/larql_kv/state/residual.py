@@ -109,8 +109,7 @@ class ResidualState(DerivedKVState):
     def _attend_part(
         self, layer: int, pages: CodedRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int
     ) -> torch.Tensor:
-        self.kv.begin(first, len(q))
-        out = self.kv.attend(layer, q, k, v)
+        out = self.kv.attend_at(layer, q, k, v, first)
         self._tally(layer, pages, first, len(q))
         return out
 

@@ -33,9 +33,9 @@ class TokenLog:
     def truncate(self, length: int) -> None:
         self._length = min(self._length, length)
 
-    def since(self, start: int) -> torch.Tensor:
-        """Ids from position `start` on, int64 (n,), a copy."""
-        return self._ids[start : self._length].to(torch.int64)
+    def since(self, start: int, stop: int | None = None) -> torch.Tensor:
+        """Ids from position `start` on, below `stop` where it is given, int64 (n,), a copy."""
+        return self._ids[start : self._length if stop is None else stop].to(torch.int64)
 
     def to_list(self) -> list[int]:
         return self._ids[: self._length].tolist()

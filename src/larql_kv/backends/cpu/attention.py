@@ -22,13 +22,13 @@ from larql_kv.backends.cpu.attention_kernels import (
     IS_BF16,
     K_BITS,
     K_BYTES,
-    K_MEAN,
     LEVELS,
     RING,
     SINK_TABLE,
     SINKS,
     STORE_WORDS,
     TABLE,
+    TILE_ROWS,
     V_BITS,
     V_BYTES,
     append_kernel,
@@ -79,9 +79,9 @@ class KvStore:
         self.sinks = sinks
         self._held.append(table)
 
-    def set_codes(self, table: Tensor, ring: int, k: TurboCode, v: TurboCode, mean: Tensor | None) -> None:
+    def set_codes(self, table: Tensor, ring: int, k: TurboCode, v: TurboCode) -> None:
         """Positions sinks <= p < `coded` lie as codes (see `state/kv_rows.py` for a block's layout) in the
-        blocks of `table`. mean: of K, float32 (kv_heads, hd), or None."""
+        blocks of `table`."""
         words = self._words
         self._levels = array("f", [*k.coefficients, *v.coefficients])
         words[CODE_TABLE], words[CODE_RING], words[LEVELS] = (
@@ -90,8 +90,7 @@ class KvStore:
         _table_blocks(table)
         words[K_BITS], words[V_BITS] = k.bits, v.bits
         words[K_BYTES], words[V_BYTES] = k.code_bytes, v.code_bytes
-        words[K_MEAN] = 0 if mean is None else mean.data_ptr()
-        self._held += [table] if mean is None else [table, mean]
+        self._held.append(table)
 
     def set_coded(self, coded: int) -> None:
         """Positions below `coded` lie as codes, but for sinks."""
@@ -132,13 +131,14 @@ def attend(
     softcap: float | None = None,
     past_start: int = 0,
     sinks: int = 0,
+    q_codes: Tensor | None = None,
 ) -> Tensor:
     """q (n, heads, hd), k_new and v_new (n, kv_heads, hd), float32 -> (n, heads*hd) float32.
 
     Row i stands at P = first_position + i and attends max(past_start, P-window+1)..P (from past_start
     without a window) and positions below `sinks`: those before first_position from the store, the others from
-    k_new/v_new, whose values the caller has rounded to the store's dtype. softcap: s = cap*tanh(s/cap) after
-    the scale.
+    k_new/v_new, whose values the caller has rounded to the store's dtype. Codes meet `q_codes` (as q; q where
+    None). softcap: s = cap*tanh(s/cap) after the scale.
     """
     n, heads, hd, kv_heads = _check(q, k_new, v_new)
     if window is not None and window < 1:
@@ -165,15 +165,26 @@ def attend(
     layout = scratch_layout(n, heads, kv_heads, hd, first_position, low, window or 0, sinks, few)
     floats = layout[2] + threads * _tile_floats(hd) if few else threads * layout[2]
     attend_kernel(
-        q.data_ptr(), k_new.data_ptr(), v_new.data_ptr(), out.data_ptr(), store.address, first_position,
-        window or 0, n, heads, kv_heads, hd, past_start, sinks, int(store.coded > store.sinks), threads,
+        q.data_ptr(), _meeting(q, q_codes, store), k_new.data_ptr(), v_new.data_ptr(), out.data_ptr(),
+        store.address, first_position, window or 0, n, heads, kv_heads, hd, past_start, sinks, threads,
         _SERIAL_WORK, thread_scratch("attention", floats), scale, softcap or 0.0,
     )  # fmt: skip
     return out
 
 
+def _meeting(q: Tensor, q_codes: Tensor | None, store: KvStore) -> int:
+    """Address of the queries that codes meet, 0 without codes."""
+    if store.coded <= store.sinks:
+        return 0
+    if q_codes is None:
+        return q.data_ptr()
+    if q_codes.shape != q.shape or q_codes.dtype is not torch.float32 or not q_codes.is_contiguous():
+        raise ValueError(f"q_codes must be as q {tuple(q.shape)}, got {q_codes.dtype} {tuple(q_codes.shape)}")
+    return q_codes.data_ptr()
+
+
 def _tile_floats(hd: int) -> int:
-    return KV_BLOCK_ROWS * ((hd + 15) // 16 * 16)
+    return TILE_ROWS * ((hd + 15) // 16 * 16)
 
 
 class RowAttention:
@@ -197,6 +208,7 @@ class RowAttention:
         window: int | None,
         start: int = 0,
         sinks: int = 0,
+        q_codes: Tensor | None = None,
     ) -> Tensor:
         """The row at position `first`, over the past in `store` -> (1, heads * hd)."""
         window, start = window or 0, max(start, sinks)
@@ -209,8 +221,8 @@ class RowAttention:
             positions, most_sinks, floats = self._scratch = self._scratch_below(2 * first + 256, sinks)
         out = torch.empty(1, self._width)
         attend_kernel(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), store.address, first, window,
-            *self._shape, start, sinks, int(store.coded > store.sinks), sync_threads(), _SERIAL_WORK,
+            q.data_ptr(), _meeting(q, q_codes, store), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+            store.address, first, window, *self._shape, start, sinks, sync_threads(), _SERIAL_WORK,
             thread_scratch("attention", floats), self._scale, self._softcap,
         )  # fmt: skip
         return out

@@ -27,8 +27,9 @@ from larql_kv.backends.cpu.turbo_kernels import decode_run
 # `store` is the tuple (address of a store's STORE_WORDS int64, k_new, v_new, first_position, kv_heads, hd).
 # Words of a store: where the rows lie that came before the new ones, see `KvStore` in attention.py.
 TABLE, RING, IS_BF16, SINKS, SINK_TABLE, CODED, CODE_TABLE, CODE_RING = range(8)
-K_BITS, V_BITS, K_BYTES, V_BYTES, K_MEAN, LEVELS = range(8, 14)
-STORE_WORDS = 14
+K_BITS, V_BITS, K_BYTES, V_BYTES, LEVELS = range(8, 13)
+STORE_WORDS = 13
+TILE_ROWS = 65  # of a thread's tile: a run of rows, and the mean of K
 
 
 @njit(inline="never", error_model="numpy")
@@ -41,24 +42,25 @@ def _slot(p, ring):
 
 @njit(inline="never", error_model="numpy")
 def _run(store, head, p, end):
-    """(K address, V address, K stride, V stride, rows, form) of the longest run of rows at p..end-1 in one
-    place. Form: 0 float32, 1 bf16, 2 codes (the last two entries are then the addresses of their scales)."""
+    """(K address, V address, K stride, V stride, rows, form, ...) of the longest run of rows at p..end-1 in
+    one place. Form: 0 float32, 1 bf16, 2 codes; the addresses of K scales, V scales and K mean follow."""
     words, k_new, v_new, first_position, kv_heads, hd = store
     if p >= first_position:
         at = ((p - first_position) * kv_heads + head) * hd * 4
-        return k_new + at, v_new + at, kv_heads * hd * 4, kv_heads * hd * 4, min(64, end - p), 0, 0, 0
+        return k_new + at, v_new + at, kv_heads * hd * 4, kv_heads * hd * 4, min(64, end - p), 0, 0, 0, 0
     end = min(end, first_position)
     sinks, coded = peek_i64(words + 8 * SINKS), peek_i64(words + 8 * CODED)
     if sinks <= p < coded:
         block, row, rows = _slot(p, peek_i64(words + 8 * CODE_RING))
         k_bytes, v_bytes = peek_i64(words + 8 * K_BYTES), peek_i64(words + 8 * V_BYTES)
         k = peek_i64(peek_i64(words + 8 * CODE_TABLE) + 8 * block)
-        v = k + kv_heads * rows * k_bytes
-        scales = v + (kv_heads * rows * v_bytes + 3) // 4 * 4 + (head * rows + row) * 4
-        at = head * rows + row
+        v = k + kv_heads * 64 * k_bytes
+        scales = v + kv_heads * 64 * v_bytes
+        mean = scales + kv_heads * 64 * 8 + head * hd * 2
+        at = head * 64 + row
         count = min(min(end, coded) - p, rows - row)
-        k, v = k + at * k_bytes, v + at * v_bytes
-        return k, v, k_bytes, v_bytes, count, 2, scales, scales + kv_heads * rows * 4
+        k, v, scales = k + at * k_bytes, v + at * v_bytes, scales + 4 * at
+        return k, v, k_bytes, v_bytes, count, 2, scales, scales + kv_heads * 64 * 4, mean
     is_bf16 = peek_i64(words + 8 * IS_BF16)
     table, ring = peek_i64(words + 8 * TABLE), peek_i64(words + 8 * RING)
     if p < sinks:
@@ -66,14 +68,14 @@ def _run(store, head, p, end):
     block, row, rows = _slot(p, ring)
     stride = hd * (2 if is_bf16 != 0 else 4)
     k = peek_i64(table + 8 * block) + (head * rows + row) * stride
-    return k, k + kv_heads * rows * stride, stride, stride, min(end - p, rows - row), is_bf16, 0, 0
+    return k, k + kv_heads * rows * stride, stride, stride, min(end - p, rows - row), is_bf16, 0, 0, 0
 
 
 @njit(inline="never", error_model="numpy")
-def _padded(store, head, run, tile, want_v):
+def _padded(store, run, tile, want_v):
     """(address, stride, is_bf16) of a run's K (or V) rows; `tile` holds those that are codes (decoded), and
     all of them when hd is no multiple of 16."""
-    k, v, k_stride, v_stride, rows, form, k_scales, v_scales = run
+    k, v, k_stride, v_stride, rows, form, k_scales, v_scales, k_mean = run
     hd = store[5]
     src = v if want_v else k
     stride = v_stride if want_v else k_stride
@@ -81,12 +83,13 @@ def _padded(store, head, run, tile, want_v):
     if form == 2:
         words = store[0]
         bits = peek_i64(words + 8 * (V_BITS if want_v else K_BITS))
-        mean = 0 if want_v else peek_i64(words + 8 * K_MEAN)
+        mean = 0 if want_v else tile + 64 * width * 64
+        if mean != 0:
+            copy_row(k_mean, mean, hd, 1, 0)
         levels = peek_i64(words + 8 * LEVELS) + (12 if want_v else 0)
         decode_run(
             bits, src, stride, v_scales if want_v else k_scales, rows, hd, tile,
-            mean + head * hd * 4 if mean != 0 else 0,
-            peek_f32(levels), peek_f32(levels + 4), peek_f32(levels + 8),
+            mean, peek_f32(levels), peek_f32(levels + 4), peek_f32(levels + 8),
         )  # fmt: skip
         return tile, width * 64, 0
     if hd & 15 == 0:
@@ -107,7 +110,8 @@ def _low(position, window, past_start):
 def _score_span(store, head, rows, group, span, limits, queries, scores, tile):
     """Scores of keys span[0]..span[1]-1 for the vector queries of rows rows[0]..rows[1]-1.
 
-    queries: address, 16-padded float32 vectors; scores: (address, stride, base position)
+    queries: addresses of 16-padded float32 vectors, those that full-precision rows meet and those that codes
+    meet; scores: (address, stride, base position)
     """
     hd = store[5]
     width = (hd + 15) >> 4
@@ -118,7 +122,8 @@ def _score_span(store, head, rows, group, span, limits, queries, scores, tile):
     p = span[0]
     while p < span[1]:
         run = _run(store, head, p, span[1])
-        k, stride, is_bf16 = _padded(store, head, run, tile, False)
+        k, stride, is_bf16 = _padded(store, run, tile, False)
+        meeting = queries[1] if run[5] == 2 else queries[0]
         m = 0
         while m < total:
             m1, m2, m3 = min(m + 1, total - 1), min(m + 2, total - 1), min(m + 3, total - 1)
@@ -128,8 +133,8 @@ def _score_span(store, head, rows, group, span, limits, queries, scores, tile):
                 at = s_at + (start - base) * 4
                 scores_run(
                     is_bf16, k + (start - p) * stride, stride, count, width,
-                    queries + m * width * 64, queries + m1 * width * 64,
-                    queries + m2 * width * 64, queries + m3 * width * 64,
+                    meeting + m * width * 64, meeting + m1 * width * 64,
+                    meeting + m2 * width * 64, meeting + m3 * width * 64,
                     at + m * s_stride, at + m1 * s_stride, at + m2 * s_stride, at + m3 * s_stride,
                 )  # fmt: skip
             m += 4
@@ -178,7 +183,7 @@ def _sum_span(store, head, rows, group, limits, end, scores, sums, tile, first_v
     p = _low(first, window, past_start)
     while p < end:
         run = _run(store, head, p, end)
-        v, stride, is_bf16 = _padded(store, head, run, tile, True)
+        v, stride, is_bf16 = _padded(store, run, tile, True)
         stop = p + run[4]
         m = 0
         while m < total:
@@ -230,16 +235,20 @@ def _sum_span(store, head, rows, group, limits, end, scores, sums, tile, first_v
 
 
 @njit(inline="never", error_model="numpy")
-def _load_queries(q, rows, heads, group, head, hd, queries, sums):
-    """Copy the vector queries of a K/V head to 16-padded vectors, and clear their sums."""
+def _load_queries(q, q_codes, rows, heads, group, head, hd, queries, sums):
+    """Copy the vector queries of a K/V head to 16-padded vectors, and clear their sums. q_codes: those that
+    codes meet, or 0."""
     width = (hd + 15) >> 4
     m = 0
     for row in range(rows[0], rows[1]):
         for g in range(group):
-            at = m * width * 64
-            zero_vectors(queries + at, width)
+            at, source = m * width * 64, (row * heads + head * group + g) * hd * 4
+            zero_vectors(queries[0] + at, width)
             zero_vectors(sums + at, width)
-            copy_row(q + (row * heads + head * group + g) * hd * 4, queries + at, hd, 0, 0)
+            copy_row(q + source, queries[0] + at, hd, 0, 0)
+            if q_codes != 0:
+                zero_vectors(queries[1] + at, width)
+                copy_row(q_codes + source, queries[1] + at, hd, 0, 0)
             m += 1
 
 
@@ -271,7 +280,7 @@ def _softmax(s_at, position, limits, base, sinks, lead, scale, cap):
 
 @region
 def _many_rows(
-    q, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks, out,
+    q, q_codes, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks, out,
     task_rows, scratch, scratch_bytes, s_stride, scale, cap,
 ):  # fmt: skip
     """A task is one K/V head and `task_rows` rows. Scratch of a thread: queries, sums, totals, tile,
@@ -291,16 +300,18 @@ def _many_rows(
         start = (task // kv_heads) * task_rows
         rows = (start, min(n, start + task_rows))
         total = (rows[1] - rows[0]) * group
-        queries = scratch + get_thread_id() * scratch_bytes
-        sums = queries + task_rows * group * vectors * 64
-        totals = sums + task_rows * group * vectors * 64
+        vector_bytes = task_rows * group * vectors * 64
+        plain = scratch + get_thread_id() * scratch_bytes
+        queries = (plain, plain + vector_bytes)
+        sums = plain + 2 * vector_bytes
+        totals = sums + vector_bytes
         tile = totals + (task_rows * group * 4 + 63) // 64 * 64
-        s_at = tile + 64 * vectors * 64
+        s_at = tile + TILE_ROWS * vectors * 64
         low = _low(first_position + rows[0], window, past_start)
         end = first_position + rows[1]
         scores = (s_at + 4 * lead, s_stride, low & -16)
         sink_scores = (s_at, s_stride, 0)
-        _load_queries(q, rows, heads, group, head, hd, queries, sums)
+        _load_queries(q, q_codes, rows, heads, group, head, hd, queries, sums)
         if sinks > 0:
             span = (0, min(sinks, end))
             _score_span(store, head, rows, group, span, (0, 0), queries, sink_scores, tile)
@@ -319,7 +330,7 @@ def _many_rows(
 
 @region
 def _few_rows(
-    q, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks, out,
+    q, q_codes, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks, out,
     chunk, split, scratch, tiles, s_stride, scale, cap,
 ):  # fmt: skip
     """Few rows: scores in parallel over chunks of keys, softmax over vector queries, sums over parts of the
@@ -337,7 +348,8 @@ def _few_rows(
     vectors = (hd + 15) >> 4
     scale32, cap32 = np.float32(scale), np.float32(cap)
     vector_bytes = total * vectors * 64
-    all_sums = scratch + kv_heads * vector_bytes
+    all_codes = scratch + kv_heads * vector_bytes
+    all_sums = all_codes + kv_heads * vector_bytes
     all_totals = all_sums + kv_heads * vector_bytes
     all_scores = all_totals + (kv_heads * total * 4 + 63) // 64 * 64
     low = _low(first_position, window, past_start)
@@ -345,13 +357,13 @@ def _few_rows(
     end = first_position + n
     chunks = max(1, (end - base + chunk - 1) // chunk)
     for head in range(kv_heads):
-        _load_queries(
-            q, rows, heads, group, head, hd, scratch + head * vector_bytes, all_sums + head * vector_bytes
-        )
+        at = head * vector_bytes
+        _load_queries(q, q_codes, rows, heads, group, head, hd, (scratch + at, all_codes + at), all_sums + at)
     for task in prange(kv_heads * chunks):
         head = task // chunks
         start = base + (task % chunks) * chunk
-        queries, tile = scratch + head * vector_bytes, tiles + get_thread_id() * 64 * vectors * 64
+        queries = (scratch + head * vector_bytes, all_codes + head * vector_bytes)
+        tile = tiles + get_thread_id() * TILE_ROWS * vectors * 64
         s_at = all_scores + head * total * s_stride
         if sinks > 0 and task % chunks == 0:
             span = (0, min(sinks, end))
@@ -369,7 +381,7 @@ def _few_rows(
         head = task // parts
         first_vector = (task % parts) * split
         s_at = all_scores + head * total * s_stride
-        sums, tile = all_sums + head * vector_bytes, tiles + get_thread_id() * 64 * vectors * 64
+        sums, tile = all_sums + head * vector_bytes, tiles + get_thread_id() * TILE_ROWS * vectors * 64
         take = min(split, vectors - first_vector)
         if sinks > 0:
             scores = (s_at, s_stride, 0)
@@ -404,35 +416,37 @@ def scratch_layout(n, heads, kv_heads, hd, first_position, low, window, sinks, f
         queries = rows * group
         span = max(first_position + n - low, 0)
         s_stride = ((min(span, window + rows) if window > 0 else span) + 47) // 16 * 64
-        tile = 64 * vectors * 16
+        tile = TILE_ROWS * vectors * 16
     s_stride += (sinks + 15) // 16 * 64
-    floats = 2 * queries * vectors * 16 + (queries + 15) // 16 * 16 + tile + queries * s_stride // 4
+    floats = 3 * queries * vectors * 16 + (queries + 15) // 16 * 16 + tile + queries * s_stride // 4
     return rows, s_stride, floats
 
 
 @kernel(ints=17, floats=2, regions=True)
 def attend_kernel(
-    q, k_new, v_new, out, words, first_position, window, n, heads, kv_heads, hd, past_start, sinks, codes,
+    q, q_codes, k_new, v_new, out, words, first_position, window, n, heads, kv_heads, hd, past_start, sinks,
     threads, serial_work, scratch, scale, cap,
 ):  # fmt: skip
     """Attention of n rows. serial_work: multiply-adds from which few rows are worth two more launches;
     scratch: what `scratch_layout` says. sinks: positions below it are attended whatever window and past_start
-    (which is then >= sinks) say. codes: whether the store has any."""
+    (which is then >= sinks) say. q_codes: the queries that codes meet, 0 where the store has no codes."""
     low = _low(first_position, window, past_start)
     few = n <= FEW_ROWS and (first_position + n - low) * heads * hd > serial_work
     rows, s_stride, floats = scratch_layout(n, heads, kv_heads, hd, first_position, low, window, sinks, few)
     if few:
-        # Parts of 32 head dimensions where parts of 64 would leave threads idle. Codes are decoded whole.
+        # Parts of 32 head dimensions where parts of 64 would leave threads idle. Every part decodes whole
+        # rows of codes: no more of them than threads.
         split = 4 if kv_heads * ((hd + 63) // 64) % threads == 0 else 2
-        if codes != 0:
-            split = (hd + 15) >> 4
+        if q_codes != 0:
+            parts = (threads + kv_heads - 1) // kv_heads
+            split = (((hd + 15) >> 4) + parts - 1) // parts
         _few_rows(
-            q, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks,
+            q, q_codes, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks,
             out, 256, split, scratch, scratch + 4 * floats, s_stride, scale, cap,
         )  # fmt: skip
     else:
         _many_rows(
-            q, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks,
+            q, q_codes, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks,
             out, rows, scratch, 4 * floats, s_stride, scale, cap,
         )  # fmt: skip
 

@@ -129,15 +129,21 @@ class CpuDecoder:
         return k, v
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: KvRows, first: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        past: KvRows,
+        first: int,
+        q_codes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        store = self._store(past)
+        store, seen = self._store(past), (past.start, past.sinks)
         if is_row(q, self._q_dim) and is_row(k, self._kv_dim) and is_row(v, self._kv_dim):
-            return self._row_attention.attend(q, k, v, store, first, past.window, past.start, past.sinks)
+            return self._row_attention.attend(q, k, v, store, first, past.window, *seen, q_codes)
         config = self.config
         return ops.attend(
             *(q, k, v, store, first, past.window, config.attention_scale, config.attention_softcap),
-            *(past.start, past.sinks),
+            *(*seen, q_codes),
         )
 
     def append_rows(self, k: torch.Tensor, v: torch.Tensor, past: KvRows, first: int, skip: int) -> None:
@@ -156,7 +162,7 @@ class CpuDecoder:
                 store.set_sinks(rows.kept_sinks, rows.sink_pages.table)
             if rows.code is not None and rows.code_pages is not None:
                 pages = rows.code_pages
-                store.set_codes(pages.table, pages.ring or 0, rows.code.k, rows.code.v, rows.mean)
+                store.set_codes(pages.table, pages.ring or 0, rows.code.k, rows.code.v)
             rows.view = (version, store)
         store = rows.view[1]
         if rows.code is not None:
@@ -166,9 +172,20 @@ class CpuDecoder:
     def check_kv_rows(self, rows: Sequence[KvRows]) -> None:
         return  # every form has its kernel
 
-    def rotated(self, x: torch.Tensor, code: TurboCode, as_stored: bool = False) -> torch.Tensor:
-        turned = ops.rotate_(code, x.clone())
-        return ops.round_bf16_(turned) if as_stored and not self.exact else turned
+    def turned(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: KvRows
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert rows.code is not None
+        q, q_codes, k, v = ops.turn(q, k, v, rows.code.k, rows.scale)
+        if not self.exact:
+            ops.round_bf16_(k)
+            ops.round_bf16_(v)
+        return q, q_codes, k, v
+
+    def turned_back(self, out: torch.Tensor, rows: KvRows) -> torch.Tensor:
+        assert rows.code is not None
+        ops.rotate_(rows.code.v, out.view(len(out), -1, self.config.head_dim))
+        return out
 
     def encode(
         self, code: TurboCode, x: torch.Tensor, mean: torch.Tensor | None, codes: torch.Tensor,

@@ -17,7 +17,7 @@ from larql_kv.backends.cpu.rowops import (
     round_bf16_,
 )
 from larql_kv.backends.cpu.runtime import precompile_all, sync_threads
-from larql_kv.backends.cpu.turbo import encode_into, rotate_
+from larql_kv.backends.cpu.turbo import encode_into, rotate_, turn
 
 
 def precompile() -> int:
@@ -62,4 +62,5 @@ __all__ = [
     "rotate_",
     "round_bf16_",
     "stream_bandwidth",
+    "turn",
 ]

@@ -15,6 +15,7 @@ from larql_kv.backends.cpu.turbo_kernels import (
     rotate_rows_kernel,
     rotate_rows_kernel_serial,
 )
+from larql_kv.backends.cpu.turn_kernels import turn_kernel, turn_kernel_serial
 from larql_kv.codec.turbo import TurboCode
 
 _DECODE_ROWS = 64  # a task
@@ -87,3 +88,31 @@ def decode_rows(code: TurboCode, codes: Tensor, scales: Tensor, mean: Tensor | N
         _DECODE_ROWS, *code.coefficients,
     )  # fmt: skip
     return out
+
+
+def turn(
+    q: Tensor, k: Tensor, v: Tensor, code: TurboCode, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(R q, R (q * scale), R k, R v), fresh: q (n, heads, dim), k and v (n, kv_heads, dim) contiguous
+    float32, scale (kv_heads, dim) float32 or None for ones."""
+    (n, heads, dim), kv_heads = q.shape, k.shape[1]
+    for name, t, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
+        if t.dtype is not torch.float32 or t.shape != (n, count, code.dim) or not t.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous float32 ({n}, {count}, {code.dim}), got {t.dtype} {tuple(t.shape)}"
+            )
+    if scale is not None and (
+        scale.dtype is not torch.float32 or scale.shape != (kv_heads, dim) or not scale.is_contiguous()
+    ):
+        raise ValueError(f"scale must be contiguous float32 ({kv_heads}, {dim}), got {tuple(scale.shape)}")
+    sizes = [q.numel(), q.numel(), k.numel(), k.numel()]
+    out = torch.empty(sum(sizes))
+    is_large = out.numel() >= PARALLEL_FLOATS
+    if is_large:
+        sync_threads()
+    (turn_kernel if is_large else turn_kernel_serial)(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if scale is None else scale.data_ptr(), out.data_ptr(),
+        n, heads, kv_heads, dim,
+    )  # fmt: skip
+    parts = out.split(sizes)
+    return parts[0].view(q.shape), parts[1].view(q.shape), parts[2].view(k.shape), parts[3].view(k.shape)

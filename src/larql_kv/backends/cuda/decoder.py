@@ -112,6 +112,7 @@ class CudaDecoder:
         v: torch.Tensor,
         past: KvRows,
         first: int,
+        q_codes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         config, hot = self.config, past.hot
         return attend(
@@ -129,17 +130,19 @@ class CudaDecoder:
                 "the other need device 'cpu' in this version"
             )
 
-    def rotated(self, x: torch.Tensor, code: TurboCode, as_stored: bool = False) -> torch.Tensor:
-        turned = code.rotate(x)
-        return turned.bfloat16().float() if as_stored else turned
+    def turned(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: KvRows
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise BackendUnavailable("device 'cuda' does not attend codes in this version; use device 'cpu'")
+
+    def turned_back(self, out: torch.Tensor, rows: KvRows) -> torch.Tensor:
+        raise BackendUnavailable("device 'cuda' does not attend codes in this version; use device 'cpu'")
 
     def encode(
         self, code: TurboCode, x: torch.Tensor, mean: torch.Tensor | None, codes: torch.Tensor,
         scales: torch.Tensor,
     ) -> None:  # fmt: skip
-        made = code.encode(x, None if mean is None else mean.unsqueeze(1))
-        codes.copy_(made[0])
-        scales.copy_(made[1])
+        raise BackendUnavailable("device 'cuda' does not code K/V rows in this version; use device 'cpu'")
 
     def write_rows(self, rows: torch.Tensor, pages: PagedRows, first: int) -> None:
         """Residual rows (n, hidden) float32 of positions first.., into their pages: one launch."""
