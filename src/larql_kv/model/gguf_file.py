@@ -134,6 +134,15 @@ class GgufFile:
         return f"GgufFile({str(self.path)!r}, {len(self.tensors)} tensors, {len(self.metadata)} keys)"
 
 
+def metadata_bytes(path: Path) -> tuple[int, int, bytes]:
+    """(version, number of keys, the keys and values as the file has them). Raises ModelError."""
+    reader = HeaderReader(_map(path), str(path))
+    version, _, key_count = reader.prologue()
+    start = reader.position
+    reader.metadata(key_count)
+    return version, key_count, reader.data[start : reader.position]
+
+
 def _map(path: Path) -> mmap.mmap:
     """The file's bytes, mapped. The kind is checked before opening: a pipe would block for ever."""
     try:

@@ -1,21 +1,25 @@
-"""`load_model`: a short name, a GGUF file, a Hugging Face directory or a hub id -> a Model."""
+"""`load_model`: a short name, a GGUF file, a Hugging Face directory, a vindex or a hub id -> a Model."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from larql_kv.backends import check_device, settle_card, use_card
 from larql_kv.errors import BackendUnavailable, ModelError
-from larql_kv.model.catalog import HubId, resolve
+from larql_kv.model.catalog import HubId, is_vindex, resolve
 
 if TYPE_CHECKING:
     import torch
 
     from larql_kv.backends.base import Decoder
+    from larql_kv.model.config import ModelConfig
     from larql_kv.model.model import Model
+    from larql_kv.model.tensors import TensorSource
+    from larql_kv.model.tokenizer import Tokenizer
 
 DEFAULT_MODEL = "smollm2-135m"
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
@@ -27,7 +31,7 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     activations: str | None = None,
 ) -> Model:
-    """Load a model by short name, path of a .gguf file, Hugging Face directory, or hub id.
+    """Load a model by short name, path of a .gguf file, Hugging Face or vindex directory, or hub id.
 
     `dtype` float32: every linear is row-invariant float32 arithmetic, and K/V are float32 (the
     deterministic mode). bfloat16: prefill multiplies in bfloat16, K/V are bfloat16. None: the fastest
@@ -41,12 +45,28 @@ def load_model(
     """
     check_device(device)
     form = Form(str(device), dtype, activations)
+    files = open_files(name)
+    return assemble(files.config, files.tensors, files.tokenizer(), form, str(files.path))
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's files, opened: nothing but headers was read yet."""
+
+    path: Path
+    config: ModelConfig
+    tensors: TensorSource
+    tokenizer: Callable[[], Tokenizer]
+
+
+def open_files(name: str | os.PathLike[str]) -> ModelFiles:
+    """The files of a model, found as `load_model` finds them (a hub id is downloaded). Raises ModelError."""
     path = resolve(name)
     if isinstance(path, HubId):
         path = download(path)
-    if path.is_dir():
-        return _load_directory(path, form)
-    return _load_gguf(path, form)
+    if not path.is_dir():
+        return _open_gguf(path)
+    return _open_vindex(path) if is_vindex(path) else _open_directory(path)
 
 
 def download(hub_id: HubId) -> Path:
@@ -67,6 +87,10 @@ def describe(name: str | os.PathLike[str]) -> dict[str, Any]:
     path = resolve(name)
     if isinstance(path, HubId):
         path = download(path)
+    if path.is_dir() and is_vindex(path):
+        from larql_kv.model.vindex_source import describe_vindex
+
+        return describe_vindex(path)
     if path.is_dir():
         from larql_kv.model.config_hf import config_from_directory
         from larql_kv.model.hf_source import HfSource
@@ -77,7 +101,7 @@ def describe(name: str | os.PathLike[str]) -> dict[str, Any]:
     return GgufFile.open(path).describe()
 
 
-def _load_gguf(path: Path, form: Form) -> Model:
+def _open_gguf(path: Path) -> ModelFiles:
     from larql_kv.model.config_gguf import config_from_gguf
     from larql_kv.model.gguf_file import GgufFile
     from larql_kv.model.gguf_source import GgufSource
@@ -85,16 +109,23 @@ def _load_gguf(path: Path, form: Form) -> Model:
 
     file = GgufFile.open(path)
     config = config_from_gguf(file)
-    return assemble(config, GgufSource(file, config), Tokenizer.from_gguf(file), form, str(path))
+    return ModelFiles(path, config, GgufSource(file, config), lambda: Tokenizer.from_gguf(file))
 
 
-def _load_directory(path: Path, form: Form) -> Model:
+def _open_directory(path: Path) -> ModelFiles:
     from larql_kv.model.config_hf import config_from_directory
     from larql_kv.model.hf_source import HfSource
     from larql_kv.model.tokenizer import Tokenizer
 
     config = config_from_directory(path)
-    return assemble(config, HfSource(path, config), Tokenizer.from_directory(path), form, str(path))
+    return ModelFiles(path, config, HfSource(path, config), lambda: Tokenizer.from_directory(path))
+
+
+def _open_vindex(path: Path) -> ModelFiles:
+    from larql_kv.model.vindex_source import load_tokenizer, open_vindex, tensors_in_force
+
+    tensors, overlay = open_vindex(path)
+    return ModelFiles(path, tensors.config, tensors_in_force(tensors, overlay), lambda: load_tokenizer(path))
 
 
 def assemble(config: Any, source: Any, tokenizer: Any, form: Form, where: str) -> Model:
@@ -104,7 +135,7 @@ def assemble(config: Any, source: Any, tokenizer: Any, form: Form, where: str) -
 
     tables = {layer.rope: RopeTable(layer.rope) for layer in config.layers}
     ropes = [tables[layer.rope] for layer in config.layers]
-    return Model(config, tokenizer, form.decoder(config, source, ropes), where)
+    return Model(config, tokenizer, form.decoder(config, source, ropes), where, source)
 
 
 @dataclass(frozen=True)

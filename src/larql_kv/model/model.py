@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +16,9 @@ from larql_kv.model.forward import AfterLayer, AttentionState, Ffn, forward
 
 if TYPE_CHECKING:
     from larql_kv.backends.base import Decoder
+    from larql_kv.ffn.cache import FfnCache
     from larql_kv.model.config import ModelConfig
+    from larql_kv.model.tensors import TensorSource
     from larql_kv.model.tokenizer import Tokenizer
 
 
@@ -26,6 +30,7 @@ class Model:
     tokenizer: Tokenizer
     decoder: Decoder
     source: str  # where it came from, for messages
+    tensors: TensorSource = field(repr=False)  # as stored, patches of a vindex applied
 
     @property
     def device(self) -> torch.device:
@@ -35,6 +40,13 @@ class Model:
     def kv_dtype(self) -> torch.dtype:
         """The dtype of K/V and residual rows: float32 when the model runs in float32, else bfloat16."""
         return self.decoder.kv_dtype
+
+    @cached_property
+    def ffn_l2_cache(self) -> FfnCache:
+        """The cache of FFN outputs that every walk on this model may share: keys of whole inputs, 4,096 entries
+        a layer, new ones dropped when full. Assign an `FfnCache.lru(...)` for one that makes room instead."""
+        made = import_module("larql_kv.ffn.cache")  # by name: FFN backends are built on models
+        return made.FfnCache(self.config.layer_count)
 
     def embed(self, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Token ids (n,) -> hidden rows (n, hidden) float32.

@@ -1,0 +1,1 @@
+"""A model as a vector index: gate, up and down vectors by layer and feature."""
