@@ -4,12 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: run test lint install install-dev clean
+.PHONY: run test lint redis install install-dev clean
 
 run: $(VENV)/.run
 	$(BIN)/larql run "What is the capital of France? Answer in one sentence."
 
-test: lint
+test: lint redis
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov=larql_kv --cov-report=
 
 lint: $(VENV)/.dev
@@ -17,6 +17,14 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+# The tests of the shared cache start a redis-server of their own; without one they are skipped.
+redis:
+	@command -v redis-server >/dev/null || ! command -v apt-get >/dev/null || { \
+	  export DEBIAN_FRONTEND=noninteractive; \
+	  apt-get install -y -qq redis-server >/dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq redis-server >/dev/null; }; } || \
+	  echo "redis-server cannot be installed here: its tests will be skipped"
 
 install: $(VENV)/.run
 install-dev: $(VENV)/.dev
