@@ -11,7 +11,7 @@ import torch
 import larql_kv as lk
 from larql_kv.policy import Contract, StateKind, StatePolicy, Verdict, divergence
 from larql_kv.spec import EngineSpec
-from larql_kv.state.kv import KVState
+from larql_kv.state.kv import KvLayout, KVState
 from larql_kv.state.residual import ResidualState
 from tests import tiny_models
 from tests.models import tiny
@@ -38,7 +38,7 @@ class _Dropping(KVState):
 
     def commit(self, length: int) -> None:
         super().commit(length)
-        for pages in self.pages:
+        for pages in (rows.hot for rows in self.rows):
             if pages.ring is None:
                 pages.block(0)[:, :, 3].zero_()
 
@@ -61,7 +61,7 @@ class _HalfCoded(_Coded):
     share = 0.5
 
 
-def _engine(state: type[KVState], contract: Contract, family: str = "llama", window: int | None = None):
+def _engine(state: type[KVState], contract: Contract, family: str = "llama", layout: KvLayout | None = None):
     @dataclasses.dataclass(frozen=True)
     class Double(EngineSpec):
         """A test double."""
@@ -71,7 +71,7 @@ def _engine(state: type[KVState], contract: Contract, family: str = "llama", win
             return StatePolicy(StateKind.KV, StateKind.NOTHING, contract)
 
         def build_state(self, model: lk.Model) -> KVState:
-            return state(model, window)
+            return state(model) if layout is None else state(model, layout)
 
     return lk.build_engine(Double(), tiny(family))
 
@@ -97,7 +97,7 @@ def test_derivative_state_has_to_come_from_the_canonical(family: str) -> None:
 
 
 def test_a_window_that_pretends_to_be_whole_is_broken() -> None:
-    report = _check(_engine(KVState, lk.Exact(), window=8))
+    report = _check(_engine(KVState, lk.Exact(), layout=KvLayout(window=8)))
     assert report.verdict == Verdict.BROKEN
 
 

@@ -241,11 +241,13 @@ class ExactWithinWindow(Contract):
 
 @dataclass(frozen=True)
 class BoundedKL(Contract):
-    """No step's KL exceeds `nats` (plus twice the noise floor): against `standard`, or with `tumbling` against
-    windows of so many tokens in full precision."""
+    """No step's KL exceeds `nats` (plus twice the noise floor): against `standard`, or in full precision
+    against a `window` with its `sinks`, or `tumbling` windows of so many tokens."""
 
     nats: float
     tumbling: int = 0
+    window: int = 0
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.nats < math.inf:
@@ -253,11 +255,13 @@ class BoundedKL(Contract):
 
     @property
     def reference_window(self) -> int | None:
-        return self.tumbling or None
+        return self.tumbling or self.window or None
 
     @property
     def mask(self) -> dict[str, int]:
-        return {"tumbling": self.tumbling} if self.tumbling else {}
+        if self.tumbling:
+            return {"tumbling": self.tumbling}
+        return {"window": self.window, "sinks": self.sinks} if self.window else {}
 
     @property
     def nats_allowed(self) -> float:

@@ -19,7 +19,7 @@ from tests.bench.bench_runs import full_report, make_plan, run
 from tests.lanes import staging
 
 TOP = {
-    "schema", "timestamp", "model", "dtype", "facts", "device", "card", "activations", "machine",
+    "schema", "timestamp", "model", "dtype", "facts", "device", "card", "activations", "ffn", "machine",
     "bandwidth_gb_per_s", "other_cores", "prompt", "prompt_tokens", "tokens", "warmup", "repeats", "contexts",
     "results",
 }  # fmt: skip

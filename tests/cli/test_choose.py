@@ -121,7 +121,8 @@ def test_raw_by_environment(value, raw):
     assert raw_wanted(True, {})
 
 
-def test_only_dense_exists():
-    check_ffn("dense")
-    with pytest.raises(SpecError, match="'walk:k=8'"):
-        check_ffn("walk:k=8")
+def test_ffn_policies_are_checked():
+    assert check_ffn("weights").text == "dense"
+    assert check_ffn("walk:k=8").text == "walk:k=8"
+    with pytest.raises(SpecError, match="did you mean 'walk'"):
+        check_ffn("wolk:k=8")

@@ -103,7 +103,7 @@ def test_sampling(larql, chat_model):
     [
         (("--engine", "standrad"), "SpecError", "did you mean 'standard'"),
         (("--engine", "sliding"), "SpecError", "--context-window"),
-        (("--ffn", "walk"), "SpecError", "only 'dense'"),
+        (("--ffn", "wolk"), "SpecError", "did you mean 'walk'"),
         (("--temperature", "-1"), "UsageError", "temperature"),
         (("--top-p", "0"), "UsageError", "top_p"),
         (("--dtype", "int3"), "ModelError", "int3"),

@@ -135,7 +135,7 @@ def test_lists_of_specs() -> None:
 def test_engines_lists_everything_a_user_can_write() -> None:
     listed = {entry.name: entry for entry in lk.engines()}
     assert set(NAMES) <= set(listed)
-    assert [key.name for key in listed["standard"].keys] == ["window"]
+    assert [key.name for key in listed["standard"].keys] == ["window", "sinks"]
     for entry in listed.values():
         assert entry.description
         assert entry.to_dict()["policy"].keys() == {"canonical", "derivative", "contract"}

@@ -15,6 +15,8 @@ SHOWN = {
     "check_contract.py": "broken",
     "new_engine.py": "contract Exact: holds: same bits",
     "custom_ffn.py": "refused: ",
+    "vindex_patch.py": "removed: the answers from before",
+    "ffn_cache_demo.py": "a patch on layer 10: 11 of 12 layers hit",
 }
 
 

@@ -137,6 +137,9 @@ def test_the_factory_takes_the_key_from_the_environment(
         ({"owned": 3}, "is not a larql server's"),
         ({"owned": [0, "x"]}, "is not a larql server's"),
         ({"layers": None}, "is not a larql server's"),
+        ({"layers": float("inf")}, "is not a larql server's"),
+        ({"owned": [0, 1 << 40]}, "layers 0 to 1099511627776 of 4"),
+        ({"hidden_size": 0}, "hidden size 0"),
     ],
 )
 def test_another_model_is_refused(fake: FakeServer, change: dict, message: str) -> None:
@@ -195,6 +198,8 @@ def test_a_password_in_an_address_is_not_repeated() -> None:
         {"retries": -1},
         {"top_k": 0},
         {"top_k": 1 << 32},
+        {"api_key": "key\n"},
+        {"api_key": "k\u20acy"},
     ],
 )
 def test_bad_options(options: dict) -> None:

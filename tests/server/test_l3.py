@@ -286,6 +286,8 @@ def test_the_breaks_grow_and_one_caller_tries() -> None:
     [
         ("http://host", {}, "'http://host' is no address"),
         ("redis://", {}, "no address"),
+        ("redis://host:99999", {}, "'redis://host:99999' is no address"),
+        ("redis://[::1", {}, "no address"),
         ("redis://host", {"secret": b"short"}, "has 5 bytes, at least 16"),
         ("redis://host", {"ttl": 0}, "ttl=0"),
         ("redis://host", {"deadline": 11}, "deadline=11"),

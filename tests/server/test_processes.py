@@ -18,13 +18,14 @@ import larql_kv as lk
 from larql_kv.ffn.remote import remote_backend
 from larql_kv.ffn.wire import FfnRequest, WireCost, encode_request
 from larql_kv.model.load import open_files
+from larql_kv.model.model import Model
 from larql_kv.server import ServerSettings, run
 from larql_kv.vindex.build import build_vindex
 from larql_kv.vindex.patch import apply_patch
 from tests import tiny_models
 from tests.cli.conftest import Larql
 from tests.models import needs_smollm2, real, tiny
-from tests.server.conftest import KEY, PATIENCE, Redis, Server
+from tests.server.conftest import KEY, PATIENCE, Redis, Server, make_service
 from tests.server.test_facts import patch_of
 from tests.server.test_walk_ffn import rows_of
 
@@ -197,6 +198,35 @@ def test_a_patched_vindex_is_served_with_its_patches_over_its_own_weights(tmp_pa
     service.remove_patch("fact")
     assert torch.equal(torch.from_numpy(service.walk(asked, "").outputs[0]), base)
     service.close()
+
+
+@pytest.mark.parametrize("spec", ["dense", "{dense}@layers=0-1;{null}@otherwise"])
+def test_dense_layers_of_a_server_have_its_patches(spec: str) -> None:
+    """`--ffn dense` once answered with the base weights whatever was applied."""
+    source = run.Source(str(tiny_models.model_dir("llama")), ffn=spec, dtype="float32")
+    service = run.load_service(source)
+    asked = FfnRequest((1,), rows_of())
+    base = tiny("llama").decoder.dense_ffn(1, torch.from_numpy(rows_of()))
+    assert torch.equal(torch.from_numpy(service.walk(asked, "").outputs[0]), base)
+    service.apply_patch(patch_of(), "fact")
+    assert not torch.equal(torch.from_numpy(service.walk(asked, "").outputs[0]), base)
+
+
+def test_the_print_of_a_server_is_of_its_ffn_too() -> None:
+    """A server that comes back with another --ffn must not be taken for the one before."""
+    prints = [
+        run.load_service(run.Source(str(tiny_models.model_dir("llama")), ffn=ffn, dtype="float32")).print
+        for ffn in (None, "dense", "walk:k=9", "null")
+    ]
+    assert len(set(prints)) == 4
+
+
+def test_patches_are_refused_where_nothing_is_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make_service()
+    monkeypatch.setattr(Model, "device", torch.device("cuda"))
+    with pytest.raises(lk.StoreError, match="the model is on 'cuda'"):
+        service.apply_patch(patch_of(), "fact")
+    assert service.patch_names() == []
 
 
 def test_a_load_that_breaks_ends_the_server() -> None:

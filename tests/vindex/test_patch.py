@@ -14,6 +14,7 @@ import torch
 import larql_kv as lk
 from larql_kv.model.load import open_files
 from larql_kv.model.vindex_edits import Patch, patch_from_json, read_patch
+from larql_kv.model.vindex_source import VindexTensors
 from larql_kv.vindex.down_meta import add_down_meta
 from larql_kv.vindex.index import VectorIndex
 from larql_kv.vindex.patch import apply_patch, bake, delete, dequantised, insert, remove_patch, update
@@ -170,6 +171,52 @@ def test_bake_keeps_gate_up_and_down(own, tmp_path, source):
         bake(tmp_path / "baked", tmp_path / "again")
     with pytest.raises(lk.StoreError, match="another model"):
         bake(vindex, own("qwen2", "hf", name="other"))
+
+
+def test_a_bake_that_was_stopped_in_its_down_meta_goes_on(own, tmp_path, monkeypatch):
+    from larql_kv.vindex import down_meta
+
+    vindex = own("llama", "hf")
+    add_down_meta(vindex, 4)
+    apply_patch(vindex, save(tmp_path, delete(2, 5)))
+    store, calls = down_meta._store, []
+
+    def stops(*args):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(args[1])
+        return store(*args)
+
+    monkeypatch.setattr(down_meta, "_store", stops)
+    with pytest.raises(KeyboardInterrupt):
+        bake(vindex, tmp_path / "baked")
+    monkeypatch.setattr(down_meta, "_store", store)
+    bake(vindex, tmp_path / "baked")
+    assert VindexTensors(tmp_path / "baked").manifest.down_meta.layers == (0, 1, 2, 3)
+    assert verify_vindex(tmp_path / "baked") == []
+
+
+def test_a_patch_that_would_not_be_read_again_is_not_applied(own, tmp_path, monkeypatch):
+    from larql_kv.vindex import patch
+
+    vindex = own("llama", "hf")
+    path = save(tmp_path, insert(1, torch.ones(64)))
+    monkeypatch.setattr(patch, "MAX_JSON_BYTES", 100)
+    with pytest.raises(lk.StoreError, match="at most 100 are read"):
+        apply_patch(vindex, path)
+    assert not VectorIndex.open(vindex).patches
+
+
+def test_many_inserts_look_at_a_layer_once(own, tmp_path, monkeypatch):
+    index = VectorIndex.open(own("llama", "hf"))
+    calls, norms = [], VectorIndex.gate_norms
+    monkeypatch.setattr(
+        VectorIndex, "gate_norms", lambda self, layer: calls.append(layer) or norms(self, layer)
+    )
+    placed = index.placed(Patch("p", tuple(insert(1, torch.ones(64)) for _ in range(20))))
+    weakest = torch.argsort(norms(index, 1), stable=True)[:20].tolist()
+    assert [op.feature for op in placed.operations] == weakest
+    assert calls == [1]
 
 
 def test_the_file_is_json_with_base64_vectors(tmp_path):

@@ -121,6 +121,7 @@ class Report:
     order: list[tuple[int, str, str]]  # (repeat, phase, spec) as it was run: shows the interleaving
     other_cores: float | None = None  # cores that other processes kept busy meanwhile
     device: dict[str, Any] = field(default_factory=dict)  # `device_facts`
+    ffn: dict[str, Any] = field(default_factory=dict)  # `ffn_facts`
 
     @property
     def exit_code(self) -> int:

@@ -4,6 +4,7 @@
     timestamp   unix seconds, as text
     model       the name given; dtype: the execution form; facts: bytes_per_step, kv_dtype, ...
     device      where the model ran; card: its name, or null; activations: int8, mixed or int16, or null
+    ffn         {name, paths [{layers, path, k, features, why}]}: how each layer's FFN was computed
     machine     {cpu, cores, threads, load_1min, system, python, torch, larql_kv, commit}
     bandwidth_gb_per_s   read bandwidth measured in this run, or null
     other_cores   cores that other processes kept busy during the timed part, mean; null where unknown
@@ -64,6 +65,7 @@ def report_dict(report: Report) -> dict[str, Any]:
         "dtype": report.dtype,
         "facts": report.facts,
         **report.device,
+        "ffn": report.ffn,
         "machine": report.machine,
         "bandwidth_gb_per_s": report.bandwidth,
         "other_cores": report.other_cores,

@@ -74,7 +74,7 @@ class Contestant:
             self.engine = None
 
     def build(self) -> KvEngine:
-        engine = build_engine(self.spec, self.model, None if self.make_ffn is None else self.make_ffn())
+        engine = _built(self.spec, self.model, self.make_ffn)
         if self.mask is not None:
             engine.set_capture(self.mask)
         return engine
@@ -83,6 +83,8 @@ class Contestant:
         """One prefill and two steps, untimed."""
         engine = self.build()
         self.row.backend, self.row.capture = engine.info.backend, engine.info.capture
+        if engine.info.note and self.mask is None:
+            self.row.notes.append(engine.info.note)
         token = next_id(self.model, engine.prefill(self.plan.prompt_ids))
         for _ in next_ids(engine, token, 1 if self.recomputes else 2):
             pass
@@ -182,6 +184,10 @@ def run_bench(
     )
 
 
+def _built(spec: EngineSpec | str, model: Model, make_ffn: MakeFfn | None) -> KvEngine:
+    return build_engine(spec, model) if make_ffn is None else build_engine(spec, model, make_ffn())
+
+
 def ffn_facts(ffn: FfnBackend, model: Model) -> dict[str, Any]:
     """{name, paths} of an FFN on `model`."""
     return {"name": ffn.name, "paths": path_table(ffn, range(model.config.layer_count))}
@@ -242,7 +248,7 @@ def _standard_ids(model: Model, field: list[Contestant], plan: Plan, make_ffn: M
         if contestant.spec.text == "standard" and contestant.alive:
             return contestant.row.ids
     try:
-        engine = build_engine("standard", model, None if make_ffn is None else make_ffn())
+        engine = _built("standard", model, make_ffn)
         first = next_id(model, engine.prefill(plan.prompt_ids))
         ids = [first, *next_ids(engine, first, plan.warmup + plan.tokens)]
     except (EngineError, ModelError):

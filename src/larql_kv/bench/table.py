@@ -67,12 +67,14 @@ def grids(report: dict[str, Any]) -> list[Grid]:
 def heading(report: dict[str, Any]) -> str:
     """Two lines: what ran, and on what."""
     machine = report["machine"]
+    ffn = report["ffn"].get("name", "dense")
     bandwidth = report["bandwidth_gb_per_s"]
     read = "not measured" if bandwidth is None else f"{bandwidth:.1f} GB/s"
     others = report["other_cores"]
     noise = f"; NOISY: other processes kept {others:.1f} cores busy" if others and others > 0.1 else ""
     return (
-        f"{report['model']} ({report['dtype']}, K/V {report['facts'].get('kv_dtype', '?')}): prompt of "
+        f"{report['model']} ({report['dtype']}, K/V {report['facts'].get('kv_dtype', '?')}"
+        f"{'' if ffn == 'dense' else f', ffn {ffn}'}): prompt of "
         f"{report['prompt_tokens']} tokens, {report['tokens']} steps after {report['warmup']} of warm-up, "
         f"{report['repeats']} repeats, engines in turns\n"
         f"{report['card'] or machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, commit "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from larql_kv.cli.choose import ACTIVATIONS_HELP, DEVICE_HELP
+from larql_kv.cli.choose import ACTIVATIONS_HELP, DEVICE_HELP, FFN_HELP, check_ffn
 from larql_kv.errors import SpecError
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def bench_command(
     activations: Annotated[
         str | None, typer.Option("--activations", help=ACTIVATIONS_HELP, show_default="mixed")
     ] = None,
+    ffn: Annotated[str, typer.Option("--ffn", metavar="SPEC", help=FFN_HELP)] = "dense",
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Also check each engine's contract, on a short run.")
     ] = True,
@@ -100,9 +102,11 @@ def bench_command(
     is not recoverable, or broke its contract.
     """
     contexts = parse_contexts(context)
+    policy = check_ffn(ffn)
     specs = parse_engines(engine or [], context_window)
     from larql_kv.bench.report import report_dict, to_json, write_text
     from larql_kv.bench.runner import run_bench
+    from larql_kv.ffn.policy import build_ffn, walk_index
 
     turns = 2 + len(specs) * (2 + profile + repeats * ((1 + mask) * (1 + -(-tokens // 10)) + len(contexts)))
     with _progress(not json, turns) as progress:
@@ -116,7 +120,9 @@ def bench_command(
         )
         plan.check_context(loaded.config.context)
         progress("memory bandwidth")
-        report = run_bench(loaded, specs, plan, name, measured_bandwidth(loaded), progress)
+        own = policy.text == "dense"
+        make_ffn = None if own else partial(build_ffn, policy, loaded, walk_index(policy, loaded))
+        report = run_bench(loaded, specs, plan, name, measured_bandwidth(loaded), progress, make_ffn)
     plain = report_dict(report)
     text = to_json(plain)
     if output_file is not None:

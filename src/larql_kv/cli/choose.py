@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING
 from larql_kv.errors import ModelError, SpecError
 
 if TYPE_CHECKING:
+    from larql_kv.ffn.policy import FfnPolicy
     from larql_kv.spec import EngineSpec
 
 ENGINE_VARIABLE, RAW_VARIABLE = "LARQL_KV_ENGINE", "LARQL_RAW_PROMPT"
 DEVICE_HELP = "Where to run: cpu, cuda or cuda:N."
+FFN_HELP = (
+    "FFN by layer: dense, walk:k=N, remote-walk:endpoint=URL (or a URL), null, "
+    "or {walk:k=N}@layers=14-27;{dense}@otherwise."
+)
 ACTIVATIONS_HELP = "On cuda, what meets quantised weights in a step: int8, mixed or int16."
 
 
@@ -106,7 +111,7 @@ def choose_request(words: Sequence[str]) -> Request:
 
 def names_model(word: str) -> bool:
     """Whether a lone word is meant as a model. Raises ModelError for a path-like word without a file."""
-    from larql_kv.model.catalog import short_names
+    from larql_kv.model.catalog import is_vindex, short_names
 
     if word.lower() in short_names():
         return True
@@ -115,7 +120,7 @@ def names_model(word: str) -> bool:
     try:
         path = Path(word).expanduser()
         if path.is_dir():
-            return (path / "config.json").is_file() or _path_like(word)
+            return (path / "config.json").is_file() or is_vindex(path) or _path_like(word)
         if path.is_file() and path.suffix.lower() == ".gguf":
             return True
     except (OSError, RuntimeError):  # a name too long for a path; no such user's home
@@ -139,7 +144,8 @@ def raw_wanted(flag: bool, environ: Mapping[str, str] | None = None) -> bool:
     return flag or value.strip().lower() in ("1", "true", "yes", "on")
 
 
-def check_ffn(spec: str) -> None:
-    """Raises SpecError for any FFN spec but `dense`."""
-    if spec != "dense":
-        raise SpecError(f"unknown FFN {spec!r}: only 'dense', the model's own FFN, exists in this version")
+def check_ffn(spec: str) -> FfnPolicy:
+    """The policy that `--ffn` says, before anything is loaded. Raises SpecError."""
+    from larql_kv.ffn.policy import parse_ffn
+
+    return parse_ffn(spec)

@@ -38,6 +38,12 @@ def read_config(path: str) -> ModelConfig:
     """The config that a file or directory gives. Raises ModelError for what is not supported."""
     from pathlib import Path
 
+    from larql_kv.model.catalog import is_vindex
+
+    if is_vindex(Path(path)):
+        from larql_kv.model.vindex_files import read_manifest
+
+        return read_manifest(Path(path)).config
     if Path(path).is_dir():
         from larql_kv.model.config_hf import config_from_directory
 

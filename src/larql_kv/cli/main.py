@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from larql_kv import __version__
-from larql_kv.cli import bench, check, engines, info, run, timing
+from larql_kv.cli import bench, calibrate, check, engines, info, run, serve, timing, vindex, walk
 from larql_kv.cli.console import (
     EXIT_ENGINE,
     EXIT_INTERRUPTED,
@@ -117,8 +117,12 @@ def _root(
 app.command("run")(run.run_command)
 app.command("engines")(engines.engines_command)
 app.command("info")(info.info_command)
+app.command("walk")(walk.walk_command)
 app.command("check")(check.check_command)
+app.command("calibrate")(calibrate.calibrate_command)
 app.command("bench")(bench.bench_command)
+app.add_typer(vindex.app, name="vindex")
+app.command("serve")(serve.serve_command)
 
 
 def main() -> None:

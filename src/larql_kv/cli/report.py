@@ -8,6 +8,7 @@ from larql_kv.bench.machine import device_facts
 from larql_kv.bench.stats import format_bytes, id_hash
 from larql_kv.cli.answer import Answer
 from larql_kv.cli.console import add_row, console, note, table
+from larql_kv.ffn.base import path_table
 
 if TYPE_CHECKING:
     from larql_kv.engine import KvEngine
@@ -30,6 +31,7 @@ def summary_line(engine: KvEngine, answer: Answer) -> str:
     prefill = f"{run} tokens" if not answer.reused_tokens else f"{run} of {answer.prompt_tokens} tokens"
     parts = [
         engine.info.summary,
+        *([f"ffn {engine.ffn.name}"] if engine.ffn.name != "dense" else []),
         f"{count} token{'' if count == 1 else 's'}",
         *([f"{rate:.1f} tok/s"] if rate else []),
         f"prefill {1000 * answer.prefill_s:.0f} ms ({prefill})",
@@ -82,6 +84,13 @@ def print_top(answer: Answer) -> None:
         note(f"{rank:>3}. {probability:7.2%}  {text!r} ({token})")
 
 
+def ffn_dict(engine: KvEngine) -> dict[str, Any]:
+    """{ffn, ffn_paths, ffn_caches}: the FFN's name, how each layer was computed, and its caches' counters."""
+    ffn = engine.ffn
+    paths = path_table(ffn, range(engine.model.config.layer_count))
+    return {"ffn": ffn.name, "ffn_paths": paths, "ffn_caches": ffn.cache_stats()}
+
+
 def run_dict(engine: KvEngine, answer: Answer, warnings: list[str]) -> dict[str, Any]:
     """The object that `larql run --json` prints."""
     stages = engine.stage_summary()
@@ -92,7 +101,8 @@ def run_dict(engine: KvEngine, answer: Answer, warnings: list[str]) -> dict[str,
         "summary": engine.info.summary,
         "policy": engine.policy.to_dict(),
         "capture": engine.info.capture,
-        "ffn": engine.ffn.name,
+        "note": engine.info.note,
+        **ffn_dict(engine),
         **device_facts(engine.model),
         "kv_dtype": str(engine.model.kv_dtype).removeprefix("torch."),
         "text": answer.text,

@@ -13,6 +13,7 @@ from larql_kv.cli.choose import (
     ACTIVATIONS_HELP,
     DEVICE_HELP,
     ENGINE_VARIABLE,
+    FFN_HELP,
     RAW_VARIABLE,
     EngineChoice,
     check_ffn,
@@ -25,6 +26,7 @@ from larql_kv.cli.console import EXIT_INTERRUPTED, SlowNotice, note, print_json,
 if TYPE_CHECKING:
     from larql_kv.cli.session import Session
     from larql_kv.engine import KvEngine
+    from larql_kv.ffn.policy import FfnPolicy
 
 PROMPT_TOKENS, CHAT_TOKENS = 64, 512
 
@@ -107,7 +109,7 @@ def run_command(
         str | None, typer.Option(help="float32 (deterministic), bfloat16, or auto.", show_default="auto")
     ] = None,
     activations: Annotated[str | None, typer.Option(help=ACTIVATIONS_HELP, show_default="mixed")] = None,
-    ffn: Annotated[str, typer.Option(metavar="SPEC", help="FFN backend; only 'dense' exists.")] = "dense",
+    ffn: Annotated[str, typer.Option(metavar="SPEC", help=FFN_HELP)] = "dense",
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Ledger and stage tables too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
 ) -> None:
@@ -123,7 +125,7 @@ def run_command(
     request = choose_request(words)
     if request.prompt is None and as_json:
         raise typer.BadParameter("--json needs a PROMPT: a chat has no single result")
-    check_ffn(ffn)
+    policy = check_ffn(ffn)
     choice = choose_engine(engine, kv_cache, context_window)
     limit = max_tokens if max_tokens is not None else CHAT_TOKENS if request.prompt is None else PROMPT_TOKENS
     options = _sampling(
@@ -142,7 +144,7 @@ def run_command(
     try:
         from larql_kv.engine.ahead import executor_of
 
-        built = _build(request.model, choice, device, dtype, activations)
+        built = _build(request.model, choice, policy, device, dtype, activations)
         built.profile(verbose)
         if verbose and executor_of(built) is not None:
             settings.warn("-v times the stages: steps run layer by layer, slower than the captured ones")
@@ -169,13 +171,19 @@ def _sampling(**options: Any) -> dict[str, Any]:
 
 
 def _build(
-    model: str, choice: EngineChoice, device: str, dtype: str | None, activations: str | None
+    model: str,
+    choice: EngineChoice,
+    policy: FfnPolicy,
+    device: str,
+    dtype: str | None,
+    activations: str | None,
 ) -> KvEngine:
     from larql_kv.engine import build_engine
+    from larql_kv.ffn.policy import build_ffn
     from larql_kv.model.load import load_model
 
     loaded = load_model(model, device=device, dtype=dtype, activations=activations)
-    return build_engine(choice.spec, loaded)
+    return build_engine(choice.spec, loaded, build_ffn(policy, loaded))
 
 
 def _session(engine: KvEngine, raw: bool, system: str | None, settings: Settings) -> Session:
@@ -211,6 +219,8 @@ def _answer_once(session: Session, prompt: str, settings: Settings, as_json: boo
     if not as_json:
         print_top(answer)
         note(summary_line(engine, answer))
+        if engine.info.note:
+            note(engine.info.note)
     if settings.verbose and not as_json:
         print_ledger(engine.ledger())
         print_stages(engine.stage_summary())

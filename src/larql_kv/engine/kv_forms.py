@@ -10,7 +10,8 @@ KvForm = Literal["full", "turbo4", "turbo3", "turbo2"]
 
 # Nats that a step may be off the same engine with full K/V, by the fewer of the bits of K and of V:
 # docs/turbo-quant.md has the runs that they are at most twice of.
-TURBO_NATS = {4: 0.2, 3: 1.0, 2: 5.0}
+_LLOYD_NATS = {4: 0.14, 3: 0.6, 2: 5.0}
+_UNIFORM_NATS = {4: 0.2, 3: 0.6, 2: 5.0}
 
 
 def coding_of(form: KvForm) -> KvCoding | None:
@@ -20,4 +21,5 @@ def coding_of(form: KvForm) -> KvCoding | None:
 
 def nats_of(coding: KvCoding) -> float:
     """The KL bound of rows coded so."""
-    return TURBO_NATS[min(coding.k_bits, coding.v_bits)]
+    nats = _LLOYD_NATS if coding.kind == "lloyd" else _UNIFORM_NATS
+    return nats[min(coding.k_bits, coding.v_bits)]

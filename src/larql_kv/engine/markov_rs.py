@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from larql_kv.engine.kv_forms import KvForm, coding_of, nats_of
+from larql_kv.engine.kv_forms import coding_of, nats_of
 from larql_kv.engine.preconditions import require_residual_sufficiency
 from larql_kv.errors import SpecError
 from larql_kv.model.model import Model
@@ -27,7 +27,9 @@ class MarkovResidual(EngineSpec):
     rows: Literal["device", "host", "none"] = key(
         "device", "where residual rows live: device, host, or none kept (the token ids are canonical then)"
     )
-    kv: KvForm = key("full", "the K/V derived: full precision, or codes as turbo-quant has them")
+    kv: Literal["full", "turbo4", "turbo3", "turbo2"] = key(
+        "full", "the K/V derived: full precision, or codes as turbo-quant has them"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,7 +24,7 @@ class TurboQuant(EngineSpec):
     bits: Literal[4, 3, 2] = key(4, "bits a value of K and of V: 4, 3 or 2")
     k_bits: Literal[4, 3, 2] | None = key(None, "bits of K, where they differ")
     v_bits: Literal[4, 3, 2] | None = key(None, "bits of V, where they differ")
-    sinks: int = key(4, "first rows that stay in full precision", minimum=0, maximum=4096)
+    sinks: int = key(4, "first rows: in full precision, in sight of any window", minimum=0, maximum=4096)
     recent: int = key(64, "latest rows that stay in full precision", minimum=0, maximum=4096)
     skip: int = key(0, "so many first and last layers stay in full precision", minimum=0)
     code: Literal["lloyd", "uniform"] = key("lloyd", "levels: of least error, or in equal steps")
@@ -45,7 +45,9 @@ class TurboQuant(EngineSpec):
 
     @property
     def policy(self) -> StatePolicy:
-        return StatePolicy(StateKind.KV_CODES, StateKind.NOTHING, BoundedKL(nats_of(self.coding)))
+        window, sinks = (self.window, self.sinks) if self.window else (0, 0)
+        contract = BoundedKL(nats_of(self.coding), window=window, sinks=sinks)
+        return StatePolicy(StateKind.KV_CODES, StateKind.NOTHING, contract)
 
     def build_state(self, model: Model) -> KVState:
-        return KVState(model, KvLayout(self.window, coding=self.coding))
+        return KVState(model, KvLayout(self.window, self.sinks, coding=self.coding))

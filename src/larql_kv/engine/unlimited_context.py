@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from larql_kv.engine.kv_forms import KvForm, coding_of, nats_of
+from larql_kv.engine.kv_forms import coding_of, nats_of
 from larql_kv.errors import SpecError
 from larql_kv.model.model import Model
 from larql_kv.policy import BoundedKL, Contract, ExactWithinWindow, StateKind, StatePolicy, TaskLevel
@@ -26,7 +26,9 @@ class UnlimitedContext(EngineSpec):
     score: Literal["both", "tokens", "keys"] = key(
         "both", "what chooses them: shared tokens, summaries of their keys, or both"
     )
-    kv: KvForm = key("full", "K/V in the window: full precision, or codes as turbo-quant has them")
+    kv: Literal["full", "turbo4", "turbo3", "turbo2"] = key(
+        "full", "K/V in the window: full precision, or codes as turbo-quant has them"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -94,6 +94,10 @@ class Endpoint:
             raise SpecError(f"timeout={timeout} is not in (0, 86400] seconds")
         if retries < 0:
             raise SpecError(f"retries={retries} is negative")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise SpecError(
+                f"the api_key for {url[:200]} has characters that no HTTP header holds: ASCII only"
+            )
         self.url = check_url(url)
         self.timeout = timeout
         self.retries = retries

@@ -65,7 +65,9 @@ class Served:
                 str(stats["base_print"]),
                 str(stats["print"]),
             )
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if not (0 <= served.first <= served.last < served.layers and served.hidden > 0):
+                raise ValueError(f"layers {first} to {last} of {served.layers}, hidden size {served.hidden}")
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise RemoteError(f"{url}: /v1/stats is not a larql server's: {error!r}"[:500]) from error
         return served
 

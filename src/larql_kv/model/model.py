@@ -43,8 +43,8 @@ class Model:
 
     @cached_property
     def ffn_l2_cache(self) -> FfnCache:
-        """The cache of FFN outputs that every walk on this model may share: keys of whole inputs, 4,096 entries
-        a layer, new ones dropped when full. Assign an `FfnCache.lru(...)` for one that makes room instead."""
+        """The cache of FFN outputs that walks on this model may share: keys of whole inputs, 4,096 entries a
+        layer, new ones dropped when full. Assign an `FfnCache.lru(...)` for one that makes room instead."""
         made = import_module("larql_kv.ffn.cache")  # by name: FFN backends are built on models
         return made.FfnCache(self.config.layer_count)
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from larql_kv.model.vindex_source import PatchedTensors
 from larql_kv.server.settings import ServerSettings, check_extra, parse_layers
 
 if TYPE_CHECKING:
+    from larql_kv.ffn.policy import FfnPolicy
     from larql_kv.server.service import FfnService
 
 DRAIN_SECONDS = 30  # for requests at work when the server is told to end
@@ -66,6 +67,8 @@ def load_service(source: Source) -> FfnService:
         policy = parse_ffn(source.ffn)
         if any(rule.ffn.get("l1", "off") != "off" for rule in policy.rules):
             raise SpecError(f"--ffn {source.ffn}: an L1 cache lives one request; on a server leave l1 out")
+        if model.device.type == "cpu":
+            policy = _over_index(policy)
         ffn = build_ffn(policy, model, index)
     l3 = None
     if source.l3 is not None:
@@ -75,6 +78,16 @@ def load_service(source: Source) -> FfnService:
     milliseconds = 1000 * (time.perf_counter() - began)
     name = PurePath(source.model).name
     return FfnService(model, index, owned, ffn, l3, milliseconds, not source.ffn_only, name)
+
+
+def _over_index(policy: FfnPolicy) -> FfnPolicy:
+    """Dense layers as walks over all features: the same bits, but patches of the index count."""
+    from larql_kv.ffn.policy import FfnKind, FfnPolicy
+
+    rules = [
+        replace(rule, ffn=FfnKind("walk")) if rule.ffn.kind == "dense" else rule for rule in policy.rules
+    ]
+    return FfnPolicy(tuple(rules))
 
 
 def _unpatched(files: ModelFiles) -> ModelFiles:

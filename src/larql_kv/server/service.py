@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -54,12 +55,18 @@ class FfnService:
         name = PurePath(model.source).name if name is None else name
         self.served = Served(name, config.hidden, config.layer_count, owned)
         self._print: tuple[int, str] | None = None
+        if index.patches:
+            self._check_patchable()
 
     @property
     def print(self) -> str:
-        """The print of what answers now, patches included."""
+        """The print of what answers now: of the model with its patches, and of `ffn` where there is one."""
         if self._print is None or self._print[0] != self.index.epoch:
-            self._print = (self.index.epoch, self.index.print)
+            mark = self.index.print
+            if self.ffn is not None:
+                text = f"{self.index.walk_print} {self.ffn.name}"
+                mark = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+            self._print = (self.index.epoch, mark)
         return self._print[1]
 
     def walk(self, request: FfnRequest, tenant: str) -> FfnResponse:
@@ -158,6 +165,7 @@ class FfnService:
 
     def apply_patch(self, value: dict[str, Any], name: str | None) -> dict[str, Any]:
         """Lay the `.vlp` object `value` over the index, until the server ends. Raises StoreError."""
+        self._check_patchable()
         if len(self.index.patches) >= MAX_PATCHES:
             raise StoreError(f"{MAX_PATCHES} patches are applied already: remove one, or bake them")
         patch = patch_from_json(value, self.model.config, name or f"patch-{self.index.epoch + 1}", "patch")
@@ -168,6 +176,14 @@ class FfnService:
                 f"{self.index.base_print[:16]}"
             )
         return {**_summary(self.index.apply(patch)), "epoch": self.index.epoch, "print": self.print}
+
+    def _check_patchable(self) -> None:
+        """Raises StoreError where layers are not walked, so that a patch would be ignored."""
+        device = self.model.device.type
+        if device != "cpu":
+            raise StoreError(
+                f"patches need a walk, which runs on device 'cpu', and the model is on {device!r}"
+            )
 
     def remove_patch(self, name: str) -> dict[str, Any]:
         """Take a patch away again. Raises BadRequest."""

@@ -120,7 +120,7 @@ class KVState(RowState):
             first = end
 
     def _span(self, position: int) -> tuple[int, int]:
-        """Of tumbling windows, the one that a row at `position` belongs to: its first position, and its end."""
+        """Of tumbling windows, the one of the row at `position`: its first position, and its end."""
         assert self.layout.tumbling is not None
         start = position // self.layout.tumbling * self.layout.tumbling
         return start, start + self.layout.tumbling

@@ -1,7 +1,7 @@
 """One layer's K/V rows: in full precision, or as codes once they left the recent tail.
 
-A block of full-precision rows is a tensor (2, kv_heads, rows, head_dim), K then V, laid out by the rows that it
-has room for (64; fewer at the end of a ring). A block of codes is uint8: K codes (kv_heads, 64, code bytes),
+A block of full-precision rows is a tensor (2, kv_heads, rows, head_dim), K then V, laid out by the rows
+that it has room for (64; fewer at the end of a ring). A block of codes is uint8: K codes (heads, 64, bytes),
 V codes, float32 scales of K (kv_heads, 64) and of V, bfloat16 means of K (kv_heads, head_dim): what is coded
 of a K row is what is left of it after the mean of the block's rows. Rows of a coded layer are rotated, coded
 or not: attention on them runs in the rotated domain. K rows that are coded were divided by a scale a channel
@@ -211,10 +211,12 @@ class KvRows:
         """Forget positions >= `length`; what is coded below it stays coded."""
         self.coded = min(self.coded, length)
         if length == 0:
-            self.start, self.scale, self.view = 0, None, None
+            self.start, self.view = 0, None
+        if self.coded <= self.kept_sinks:  # nothing is coded: another text may give other scales
+            self.scale = None
         self.hot.truncate(self.hot.live_rows(length) if length > self.coded else 0)
-        if self.sink_pages is not None:
-            self.sink_pages.truncate(min(length, self.kept_sinks))
+        if self.sink_pages is not None and length < self.kept_sinks:
+            self.sink_pages.truncate(length)
         if self.code_pages is not None:
             self.code_pages.truncate(self.code_pages.live_rows(self.coded))
 

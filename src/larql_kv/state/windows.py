@@ -10,16 +10,17 @@ from typing import Literal
 
 import torch
 
+from larql_kv.errors import ModelError
 from larql_kv.model.forward import Ffn
 from larql_kv.model.model import Model
 from larql_kv.state.kv import KvLayout, KVState
 from larql_kv.state.kv_code import KvCoding
-from larql_kv.state.kv_rows import KvRows
 from larql_kv.state.ledger import LedgerEntry
 from larql_kv.state.pages import BLOCK, PagedRows, allocate_block
 from larql_kv.state.tokens import TokenLog
 from larql_kv.state.windows_log import Recall, WindowLog
-from larql_kv.state.windows_score import KeySummaries, WindowScores, fused, ranked, token_scores
+from larql_kv.state.windows_rows import Capture, put_rows, rows_of
+from larql_kv.state.windows_score import KeySummaries, WindowScores, token_scores
 
 Score = Literal["both", "tokens", "keys"]
 _ROWS_AT_ONCE = 512  # as a prefill runs them
@@ -31,19 +32,6 @@ class _Call:
 
     tokens: TokenLog
     ffn: Ffn
-
-
-class _Capture:
-    """K/V rows as they enter attention, (layers, 2, n, kv_heads, head_dim) in the K/V dtype."""
-
-    def __init__(self, model: Model, first: int, count: int) -> None:
-        config = model.config
-        shape = (config.layer_count, 2, count, config.kv_heads, config.head_dim)
-        self.first, self.rows = first, torch.empty(shape, dtype=model.kv_dtype)
-
-    def take(self, layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        at = slice(first - self.first, first - self.first + len(k))
-        self.rows[layer, 0, at], self.rows[layer, 1, at] = k, v
 
 
 class WindowState(KVState):
@@ -74,6 +62,11 @@ class WindowState(KVState):
             lambda rows: allocate_block((rows, *shape), model.kv_dtype, model.device), None
         )
         self.checkpoint_bytes = 2 * config.layer_count * config.kv_dim * model.kv_dtype.itemsize
+        if replay is not None and not self._seeing:
+            raise ModelError(
+                f"replay={replay} brings K/V rows back to layers that see the whole text, and every layer of "
+                f"this {config.architecture} has a window of its own: leave replay out"
+            )
         by_keys = replay is not None and score != "tokens"
         self.summaries = KeySummaries(model, self._seeing) if by_keys else None
         self._call: _Call | None = None
@@ -81,7 +74,7 @@ class WindowState(KVState):
         self._query: Recall | None = None  # about to be asked
         self._shown: tuple[int, ...] = ()  # the windows whose rows stand in the sink pages
         self._closing: list[tuple[int, int]] = []  # (window, its last row) of the chunk that runs
-        self._capture: _Capture | None = None
+        self._capture: Capture | None = None
         self._memo: dict[int, torch.Tensor] | None = None  # K/V of windows that this replay needed so far
         self._standing_out: torch.Tensor | None = None  # of a probe: the key scores so far
 
@@ -146,14 +139,9 @@ class WindowState(KVState):
         if self.summaries is not None and layer in self._seeing and self._closing:
             start, stop = self.log.span(first)
             if first + len(q) == stop:
-                self.summaries.close(layer, self.log.id_at(first), start, self._keys(layer, start, stop))
+                keys = rows_of(self.rows[layer].hot, start, stop)[0]
+                self.summaries.close(layer, self.log.id_at(first), start, keys)
         return out
-
-    def _keys(self, layer: int, first: int, stop: int) -> torch.Tensor:
-        """K rows (n, kv_heads, head_dim) that the layer's ring holds."""
-        hot = self.rows[layer].hot
-        parts = [hot.block(index)[0, :, slot : slot + n] for _, index, slot, n in hot.runs(first, stop)]
-        return torch.cat(parts, 1).transpose(0, 1)
 
     def end_step(self) -> None:
         self._call = self._query = None
@@ -179,11 +167,8 @@ class WindowState(KVState):
             tokens = token_scores(archive, starts, self._call.tokens.since(*query.asked))
         if self.summaries is not None:
             keys = self._key_scores(query, windows)
-        order = fused([ranked(scores) for scores in (tokens, keys) if scores is not None])
-        self.scores = WindowScores(
-            *(None if scores is None else scores.tolist() for scores in (tokens, keys)), order
-        )
-        return tuple(sorted(order[: self.replay]))
+        self.scores = WindowScores.of(tokens, keys)
+        return tuple(sorted(self.scores.order[: self.replay]))
 
     def _key_scores(self, query: Recall, windows: int) -> torch.Tensor:
         """Runs the query's rows once without anything brought back, for what they ask of each layer."""
@@ -216,7 +201,9 @@ class WindowState(KVState):
             windows = [self._recalled(index, memo) for index in ids]
             self._hide()
             if windows:
-                self._place(torch.cat(windows, 2))
+                for layer, both in zip(self._seeing, torch.cat(windows, 2), strict=True):
+                    self.rows[layer].sink_pages = pages = self.rows[layer].new_pages()
+                    put_rows(pages, both)
             self._shown = ids
         if ids:
             count = self._rows_shown()
@@ -238,34 +225,18 @@ class WindowState(KVState):
                 rows.sinks, rows.kept_sinks, rows.sink_pages, rows.view = 0, 0, None, None
         self._shown = ()
 
-    def _place(self, recalled: torch.Tensor) -> None:
-        """Put rows (layers that see the whole text, 2, n, kv_heads, head_dim) into new sink pages."""
-        for layer, both in zip(self._seeing, recalled.transpose(2, 3), strict=True):
-            rows = self.rows[layer]
-            rows.sink_pages = pages = rows.new_pages()
-            pages.reserve(0, both.shape[2])
-            for offset, index, slot, count in pages.runs(0, both.shape[2]):
-                pages.block(index)[:, :, slot : slot + count] = both[:, :, offset : offset + count]
-
     def _memo_of_shown(self) -> dict[int, torch.Tensor]:
         """K/V of the windows that are shown, of layers that see the whole text; where replays start."""
         if self._memo is not None:
             return self._memo
         memo, offset = {}, 0
+        pages = [self.rows[layer].sink_pages for layer in self._seeing]
         for index in self._shown:
             start, stop = self.log.window(index)
-            memo[index] = torch.stack(
-                [self._sink_rows(layer, offset, stop - start) for layer in self._seeing]
-            )
-            offset += stop - start
+            end = offset + stop - start
+            memo[index] = torch.stack([rows_of(each, offset, end) for each in pages if each is not None])
+            offset = end
         return memo
-
-    def _sink_rows(self, layer: int, first: int, count: int) -> torch.Tensor:
-        """(2, n, kv_heads, head_dim)"""
-        pages = self.rows[layer].sink_pages
-        assert pages is not None
-        runs = pages.runs(first, first + count)
-        return torch.cat([pages.block(b)[:, :, slot : slot + n] for _, b, slot, n in runs], 2).transpose(1, 2)
 
     def _recalled(self, window_id: int, memo: dict[int, torch.Tensor]) -> torch.Tensor:
         """K/V of a closed window on the layers that see the whole text, run again unless `memo` has them."""
@@ -286,7 +257,7 @@ class WindowState(KVState):
         for mine, theirs in zip(self.rows, twin.rows, strict=True):
             theirs.scale = mine.scale
         twin.summaries, twin._query, twin._standing_out, twin._closing = None, None, None, []
-        twin._capture = capture = _Capture(self.model, start, stop - start)
+        twin._capture = capture = Capture(self.model, start, stop - start)
         twin._restart(start)
         stage = self.clock.switch("recompute_cold")
         twin._run(start, stop)
@@ -324,10 +295,10 @@ class WindowState(KVState):
         self.checkpoints.reserve(window_id, window_id + 1)
         block, slot = divmod(window_id, BLOCK)
         for layer, rows in enumerate(self.rows):
-            last = _last_row(rows, stop) if again is None else again[layer, :, -1]
+            last = rows_of(rows.hot, stop - 1, stop)[:, 0] if again is None else again[layer, :, -1]
             self.checkpoints.block(block)[slot, layer] = last
             if self.summaries is not None and layer in self._seeing:
-                self.summaries.close(layer, window_id, start, self._keys(layer, start, stop))
+                self.summaries.close(layer, window_id, start, rows_of(rows.hot, start, stop)[0])
         self.log.flush(stop)
         return window_id
 
@@ -338,12 +309,10 @@ class WindowState(KVState):
             self._hide()
         self.log.trim(length)
         start = self.log.span(asked)[0]
-        if self._holds(start, asked):
+        if asked and self._holds(start, asked):
             self.length = asked
             for rows in self.rows:
                 rows.truncate(asked)
-            if asked == 0:
-                self._written = 0
         else:
             self._restart(start)
         self.checkpoints.truncate(self.archived)
@@ -364,8 +333,12 @@ class WindowState(KVState):
         self.length = self._written = 0
         checkpoint = None if start == 0 else self._checkpoint(self.log.id_at(start) - 1)
         for layer, rows in enumerate(self.rows):
-            scale = rows.scale
+            scale, pages = rows.scale, rows.sink_pages
+            rows.sink_pages = None if self._shown else pages
             rows.clear()
+            rows.sink_pages = pages
+            if self._shown:  # the row before `start` lies with those of the window, whatever is shown
+                rows.sinks = rows.kept_sinks = min(rows.kept_sinks, start - 1)
             if checkpoint is not None:
                 rows.scale, rows.coded = scale, 0 if rows.code is None else start - 1
                 self.put(
@@ -409,9 +382,3 @@ class WindowState(KVState):
         if self.summaries is not None:
             listed += self.summaries.entries(self.archived)
         return listed
-
-
-def _last_row(rows: KvRows, stop: int) -> torch.Tensor:
-    """(2, kv_heads, head_dim) of the row before position `stop`."""
-    ((_, index, slot, _),) = rows.hot.runs(stop - 1, stop)
-    return rows.hot.block(index)[:, :, slot]

@@ -26,6 +26,12 @@ class WindowScores:
     keys: list[float] | None
     order: list[int]
 
+    @classmethod
+    def of(cls, tokens: torch.Tensor | None, keys: torch.Tensor | None) -> WindowScores:
+        order = fused([ranked(scores) for scores in (tokens, keys) if scores is not None])
+        given = [None if scores is None else scores.tolist() for scores in (tokens, keys)]
+        return cls(given[0], given[1], order)
+
 
 def token_scores(ids: torch.Tensor, starts: Sequence[int], query: torch.Tensor) -> torch.Tensor:
     """BM25 of windows as documents, (windows,) float64.
@@ -41,7 +47,7 @@ def token_scores(ids: torch.Tensor, starts: Sequence[int], query: torch.Tensor) 
     hit = terms[at] == ids
     counts = torch.zeros(len(starts), len(terms), dtype=torch.float64)
     counts.index_put_((windows[hit], at[hit]), torch.ones((), dtype=torch.float64), accumulate=True)
-    having = (counts > 0).sum(0)
+    having = (counts > 0).sum(0).double()
     rarity = torch.log1p((len(starts) - having + 0.5) / (having + 0.5))
     norm = _SATURATION * (1 - _LENGTH_SHARE + _LENGTH_SHARE * sizes / sizes.mean())
     return (rarity * counts * (_SATURATION + 1) / (counts + norm.unsqueeze(1))).sum(1)

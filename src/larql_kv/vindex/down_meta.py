@@ -95,14 +95,17 @@ def add_down_meta(
 def bake_down_meta(base: VindexTensors, overlay: Overlay, out: Path) -> None:
     """The base's down-meta for the vindex in `out`, which has `overlay`'s edits baked in: rows of features
     whose down vector was edited are made anew."""
-    meta = DownMeta(base.manifest.down_meta.top_k, ()) if base.manifest.down_meta else None
+    top_k = base.manifest.down_meta.top_k if base.manifest.down_meta else None
     baked = VindexTensors(out.expanduser())
-    if meta is None or baked.manifest.down_meta is not None:
+    if top_k is None:
+        return
+    meta = baked.manifest.down_meta or DownMeta(top_k, ())  # of a bake that was stopped: what it had done
+    if meta.top_k != top_k:
         return
     with locked(baked.directory):
         for layer in range(base.config.layer_count):
             held = base.down_meta(layer)
-            if held is None:
+            if held is None or layer in meta.layers:
                 continue
             ids, scores = (torch.from_numpy(array.copy()) for array in held)
             edited = {f: e.down for f, e in overlay.at(layer).items() if e.down is not None}

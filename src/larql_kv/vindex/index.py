@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -90,13 +91,19 @@ class VectorIndex:
     @property
     def print(self) -> str:
         """BLAKE2b of config and tensor checksums (64 hex digits), and of the edits where there are any:
-        equal prints mean equal answers."""
+        equal prints mean equal answers of the model; of a walk, see `walk_print`."""
         return self.overlay.print_with(self._base_print())
 
     @property
     def base_print(self) -> str:
         """The print without patches."""
         return self._base_print()
+
+    @property
+    def walk_print(self) -> str:
+        """The print, with the formats of the down rows hashed in: equal ones mean equal walks."""
+        kinds = " ".join(self.down_kind(layer) for layer in range(self.layer_count))
+        return hashlib.blake2b(f"{self.print} {kinds}".encode(), digest_size=32).hexdigest()
 
     @property
     def epoch(self) -> int:
@@ -126,9 +133,16 @@ class VectorIndex:
                 self._down[layer] = self._tensors.get(stored)
             else:
                 down = self._tensors.get(name)
-                kind = feature_major_kind(down.kind, self._down_form)
-                self._down[layer] = Rows.of(down, kind, transposed=True).whole()
+                self._down[layer] = Rows.of(down, self.down_kind(layer), transposed=True).whole()
         return self._down[layer]
+
+    def down_kind(self, layer: int) -> str:
+        """The format of `down`: of a quantised matrix a choice, which may round and is not in the print."""
+        self._check_layer(layer)
+        name = f"layers.{layer}.down"
+        if f"{name}_features" in self._tensors:
+            return self._tensors.get(f"{name}_features").kind
+        return feature_major_kind(self._tensors.get(name).kind, self._down_form)
 
     def gate_scores(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         """x (n, hidden) float32 -> (n, features) float32, edits applied. A row's bits depend on it alone."""
@@ -187,14 +201,16 @@ class VectorIndex:
     def placed(self, patch: Patch) -> Patch:
         """`patch` with a feature for every insert: the weakest of its layer (smallest gate norm) that no
         patch uses."""
+        weakest: dict[int, Iterator[int]] = {}  # by layer: features not looked at yet, the weakest first
         ops, taken = [], {(layer, f) for layer, edits in self.overlay.edits.items() for f in edits}
         taken |= {(op.layer, op.feature) for op in patch.operations if op.feature is not None}
         for op in patch.operations:
             feature = op.feature
             if feature is None:
-                order = torch.argsort(self.gate_norms(op.layer), stable=True).tolist()
-                free = (index for index in order if (op.layer, index) not in taken)
-                feature = next(free, None)
+                if op.layer not in weakest:
+                    order = torch.argsort(self.gate_norms(op.layer), stable=True)
+                    weakest[op.layer] = iter(order.tolist())
+                feature = next((f for f in weakest[op.layer] if (op.layer, f) not in taken), None)
                 if feature is None:
                     raise StoreError(
                         f"patch {patch.name!r}: layer {op.layer} has no feature left to insert into"

@@ -12,6 +12,7 @@ import torch
 
 from larql_kv.errors import StoreError
 from larql_kv.model.load import ModelFiles
+from larql_kv.model.safetensors_file import MAX_JSON_BYTES
 from larql_kv.model.tensors import TensorSource
 from larql_kv.model.vindex_edits import (
     PATCH_FOLDER,
@@ -93,7 +94,12 @@ def apply_patch(
                 f"{index.base_print[:16]!r}; apply it with --any-base if the features mean the same there"
             )
         placed = index.apply(patch)
-        write_whole(where / PATCH_FOLDER / f"{placed.name}.vlp", placed.to_bytes())
+        data = placed.to_bytes()
+        if len(data) > MAX_JSON_BYTES:  # it could not be read again
+            raise StoreError(
+                f"{path}: takes {len(data):,} bytes as applied, at most {MAX_JSON_BYTES:,} are read: split it"
+            )
+        write_whole(where / PATCH_FOLDER / f"{placed.name}.vlp", data)
         _save(where, index.overlay)
     return placed
 

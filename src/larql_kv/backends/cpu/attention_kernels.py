@@ -441,13 +441,13 @@ def attend_kernel(
             parts = (threads + kv_heads - 1) // kv_heads
             split = (((hd + 15) >> 4) + parts - 1) // parts
         _few_rows(
-            q, q_codes, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks,
-            out, 256, split, scratch, scratch + 4 * floats, s_stride, scale, cap,
+            q, q_codes, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start,
+            sinks, out, 256, split, scratch, scratch + 4 * floats, s_stride, scale, cap,
         )  # fmt: skip
     else:
         _many_rows(
-            q, q_codes, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start, sinks,
-            out, rows, scratch, 4 * floats, s_stride, scale, cap,
+            q, q_codes, k_new, v_new, n, heads, kv_heads, hd, words, first_position, window, past_start,
+            sinks, out, rows, scratch, 4 * floats, s_stride, scale, cap,
         )  # fmt: skip
 
 

@@ -41,6 +41,7 @@ class Selection(NamedTuple):
 class StoredRows:
     """A matrix (features, hidden) as the gather kernels read it: stored rows, often of a mapped file."""
 
+    raw: RawTensor
     kind: str
     data: np.ndarray  # (features, row bytes) uint8; keeps the addresses below alive
 
@@ -56,7 +57,7 @@ class StoredRows:
             data = np.ascontiguousarray(data).view(np.uint8).reshape(raw.shape[0], -1)
         if data.shape != (raw.shape[0], inputs // weights * size):
             raise ValueError(f"{raw.name}: {data.shape} bytes for {raw.shape} in {kind}")
-        return cls(kind, data)
+        return cls(raw, kind, data)
 
     @property
     def args(self) -> tuple[int, int, int]:
@@ -69,9 +70,7 @@ class StoredRows:
 
     def values(self, rows: np.ndarray) -> Tensor:
         """Rows (m,) -> (m, hidden) float32."""
-        from larql_kv.model.dequant import dequantize
-
-        return torch.from_numpy(np.array(dequantize(self.kind, self.data[rows]), dtype=np.float32))
+        return torch.from_numpy(np.array(self.raw.dequantize(rows), dtype=np.float32))
 
 
 def first_outputs(linear: PackedLinear, count: int) -> PackedLinear:

@@ -99,7 +99,8 @@ def turn(
     for name, t, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
         if t.dtype is not torch.float32 or t.shape != (n, count, code.dim) or not t.is_contiguous():
             raise ValueError(
-                f"{name} must be contiguous float32 ({n}, {count}, {code.dim}), got {t.dtype} {tuple(t.shape)}"
+                f"{name} must be contiguous float32 ({n}, {count}, {code.dim}), got {t.dtype} "
+                f"{tuple(t.shape)}"
             )
     if scale is not None and (
         scale.dtype is not torch.float32 or scale.shape != (kv_heads, dim) or not scale.is_contiguous()

@@ -1,4 +1,4 @@
-"""Queries, keys and values of a coded layer on their way into the rotated domain and back (codec/turbo.py)."""
+"""Queries, keys and values of a coded layer on their way into the rotated domain (codec/turbo.py)."""
 
 # coverage: compiled (most of this file runs inside numba's compiler, and not at all when its cache is warm)
 from __future__ import annotations

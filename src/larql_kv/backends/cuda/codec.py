@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from larql_kv.backends.cuda.kernels import codec as kernels
+from larql_kv.backends.cuda.kernels import turbo as turbo_kernels
 from larql_kv.backends.cuda.rowops import check
 from larql_kv.codec.integer import ClippedRows, GroupedRows
 from larql_kv.codec.outliers import kept
@@ -54,7 +55,9 @@ def rotate(code: TurboCode, x: Tensor) -> Tensor:
     check("x", x, (n, code.dim), *_FLOATS)
     out = torch.empty(n, code.dim, device=x.device)
     if n:
-        kernels.rotate_kernel[(n,)](x, out, LOG=_exponent(code.block), FACTOR=_factor(code), **_vectors(code))
+        turbo_kernels.rotate_kernel[(n,)](
+            x, out, LOG=_exponent(code.block), FACTOR=_factor(code), **_vectors(code)
+        )
     return out
 
 
@@ -96,7 +99,7 @@ def encode_into(
             f"{x.dtype} {tuple(x.shape)}"
         )
     if rows * heads:
-        kernels.encode_kernel[(rows * heads,)](
+        turbo_kernels.encode_kernel[(rows * heads,)](
             x, mean, codes, scales, heads, x.stride(0), x.stride(1), codes.stride(0), codes.stride(1),
             scales.stride(0), scales.stride(1), *code.coefficients, BITS=code.bits, LOG=_exponent(code.block),
             ROOT=math.sqrt(code.dim), FACTOR=0.0 if is_rotated else _factor(code), **_vectors(code),
@@ -109,7 +112,7 @@ def decode(code: TurboCode, codes: Tensor, scales: Tensor, mean: Tensor | None =
     rows, heads = _check_places(code, codes, scales, mean)
     out = torch.empty(rows, heads, code.dim, device=codes.device)
     if out.numel():
-        kernels.decode_kernel[(rows * heads,)](
+        turbo_kernels.decode_kernel[(rows * heads,)](
             codes, scales, mean, out, heads, codes.stride(0), codes.stride(1), scales.stride(0),
             scales.stride(1), *code.coefficients, BITS=code.bits, **_vectors(code),
         )  # fmt: skip

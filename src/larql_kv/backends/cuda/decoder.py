@@ -20,10 +20,10 @@ from larql_kv.backends.cuda.weights import DEFAULT_ACTIVATIONS, LayerWeights, We
 from larql_kv.errors import BackendUnavailable
 
 if TYPE_CHECKING:
+    from larql_kv.codec.turbo import TurboCode
     from larql_kv.model.config import ModelConfig
     from larql_kv.model.rope import RopeTable
     from larql_kv.model.tensors import TensorSource
-    from larql_kv.codec.turbo import TurboCode
     from larql_kv.state.kv_rows import KvRows
     from larql_kv.state.pages import PagedRows
 
@@ -126,8 +126,8 @@ class CudaDecoder:
     def check_kv_rows(self, rows: Sequence[KvRows]) -> None:
         if not all(each.plain for each in rows):
             raise BackendUnavailable(
-                "device 'cuda' attends full-precision rows inside windows; sinks, codes and windows one after "
-                "the other need device 'cpu' in this version"
+                "device 'cuda' attends full-precision rows inside windows; sinks, codes and windows one "
+                "after the other need device 'cpu' in this version"
             )
 
     def turned(

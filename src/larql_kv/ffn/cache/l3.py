@@ -254,14 +254,17 @@ class RedisTier:
 
 def _address(url: str) -> str:
     """`url` without user and password, for messages. Raises SpecError for another kind of URL."""
-    parts = urlsplit(url)
-    place = parts.path if parts.scheme == "unix" else parts.hostname
+    try:
+        parts = urlsplit(url)
+        place = parts.path if parts.scheme == "unix" else parts.hostname
+        port = f":{parts.port}" if parts.port else ""
+    except ValueError:  # a port that is none, brackets that do not match
+        parts, place, port = urlsplit(""), None, ""
     if parts.scheme not in ("redis", "rediss", "unix") or not place:
         raise SpecError(
             f"l3 {url.rpartition('@')[2][:200]!r} is no address: expected redis://HOST[:PORT][/DB], "
             "rediss://... or unix:///PATH"
         )
-    port = f":{parts.port}" if parts.port else ""
     return f"{parts.scheme}://{place}{port}"
 
 
