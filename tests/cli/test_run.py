@@ -152,7 +152,7 @@ def failing(monkeypatch):
     """Engines whose forward pass fails with the error that is set."""
 
     def fail_with(error):
-        def run(self, token_ids, keep):
+        def run(self, token_ids, keep, query=False):
             raise error
 
         monkeypatch.setattr(engine_module.KvEngine, "_run", run)

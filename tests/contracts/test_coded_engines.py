@@ -293,3 +293,25 @@ def test_a_row_is_coded_once(bits: int) -> None:
     code = KvCoding(bits, bits).code(config).k
     turned = code.rotate(k[4 : rows.coded])
     assert torch.equal(rows.decoded(4, rows.coded)[0], code.decode(*code.encode(turned)))
+
+
+@combinations
+def test_a_failed_call_leaves_no_trace(family: str, spec: str) -> None:
+    """Codes that it made go, by running the ids again: the next step has the bits it would have had."""
+    model = tiny(family)
+    ids = _ids(model)
+
+    class Failing(lk.DenseFfn):
+        def forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer == model.config.layer_count - 1 and len(x) > 60:
+                raise lk.RemoteError("the last layer is gone")
+            return super().forward(layer, x)
+
+    engine, witness = lk.build_engine(spec, model, ffn=Failing(model)), lk.build_engine(spec, model)
+    engine.prefill(ids[:50])
+    witness.prefill(ids[:50])
+    with pytest.raises(lk.BackendFailure):
+        engine.prefill(ids[50:200])
+    assert engine.tokens == ids[:50]
+    assert torch.equal(engine.decode_step(ids[50]), witness.decode_step(ids[50]))
+    assert engine.ledger().capacity == sum(held_storages(engine).values())

@@ -130,6 +130,8 @@ class KvEngine(EngineFacts):
         except BaseException as error:
             self._state.end_step()
             self._cut(length)
+            if self._state.coded_past(length):  # codes cannot be taken back: the next call runs the ids again
+                self._state.trim(0)
             if isinstance(error, _RUN_TIME_FAILURES):
                 raise BackendFailure(f"forward pass of {self.info.summary} failed: {error}") from error
             raise

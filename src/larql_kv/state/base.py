@@ -131,6 +131,10 @@ class State(ABC):
         """Forget positions >= `length`. Afterwards `self.length` <= `length`: what lies between was
         overwritten and has to be run again from the ids."""
 
+    def coded_past(self, length: int) -> bool:
+        """Whether rows are codes that would not be yet, had the text ended at `length`."""
+        return False
+
     @abstractmethod
     def fork(self) -> State:
         """An independent continuation of this state; blocks are shared until one side writes."""

@@ -104,7 +104,7 @@ class DerivedKVState(RowState):
             self.bridge.trim(self.length)
         for rows in self.kv.rows:
             rows.truncate(self.length)
-        if any(rows.code is not None and rows.coded > rows.code.edge(self.length) for rows in self.kv.rows):
+        if self.kv.coded_past(self.length):
             self.drop_derivative()  # what this length would not have coded is derived again
 
     def coded_share(self) -> float | None:

@@ -197,6 +197,9 @@ class KVState(RowState):
         for rows in self.rows:
             rows.truncate(self.length)
 
+    def coded_past(self, length: int) -> bool:
+        return any(rows.code is not None and rows.coded > rows.code.edge(length) for rows in self.rows)
+
     def clear(self) -> None:
         """Let every row go."""
         self.length = self._written = 0

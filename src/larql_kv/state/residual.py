@@ -196,6 +196,9 @@ class ResidualState(DerivedKVState):
         if self.length == 0:
             self._derived = [True] * len(self._derived)
 
+    def coded_past(self, length: int) -> bool:
+        return any(isinstance(pages, CodedRows) and pages.coded > pages.edge(length) for pages in self.pages)
+
     def fork(self) -> ResidualState:
         twin = self._twin()
         twin.pages = [pages.fork() for pages in self.pages]
