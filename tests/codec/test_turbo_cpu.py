@@ -126,3 +126,18 @@ def test_wrong_tensors_are_refused() -> None:
         turbo.encode_into(code, x, codes, scales, torch.zeros(2, 64))
     with pytest.raises(ValueError, match="codes must be uint8"):
         turbo.decode_rows(code, torch.zeros(2, 31, dtype=torch.uint8), torch.zeros(2))
+
+
+@pytest.mark.parametrize("n", [1, 60])  # serial and parallel
+def test_turned_heads_are_rotated_ones(n: int) -> None:
+    code = TurboCode(4, "lloyd", 64)
+    q, k, v, scale = (torch.randn(*shape) for shape in ((n, 4, 64), (n, 2, 64), (n, 2, 64), (2, 64)))
+    scaled = q * scale.repeat_interleave(2, 0)  # two query heads share a K/V head
+    for by, second in ((None, q), (scale, scaled)):
+        got = turbo.turn(q, k, v, code, by)
+        for turned, plain in zip(got, (q, second, k, v), strict=True):
+            assert same_bits(turned, code.rotate(plain))
+    with pytest.raises(ValueError, match="k must be contiguous float32"):
+        turbo.turn(q, k[..., :32], v, code)
+    with pytest.raises(ValueError, match="scale must be contiguous float32"):
+        turbo.turn(q, k, v, code, scale[:1])

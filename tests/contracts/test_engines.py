@@ -86,7 +86,7 @@ def test_trim_then_continue_equals_a_fresh_run(family: str, spec: str) -> None:
         recomputed = engine.trim(keep)
         kept = ids[:keep]
         assert engine.tokens == kept
-        assert recomputed in (0, len(kept))
+        assert 0 <= recomputed <= len(kept)
         fresh = lk.build_engine(spec, model)
         if kept:
             fresh.prefill(kept)
@@ -134,6 +134,9 @@ def test_sliding_layers_hold_only_their_window(family: str, spec: str) -> None:
     """Dead rows are free: the K/V bytes are those of min(n, window) rows on every layer, to the byte."""
     model = tiny(family)
     engine = lk.build_engine(spec, model)
+    mask = engine.policy.contract.mask
+    if mask.get("sinks") or mask.get("tumbling"):
+        pytest.skip("keeps rows beside its window: see the tests of that engine")
     own = (
         engine.spec.window
         if hasattr(engine.spec, "window") and engine.policy.canonical == StateKind.KV

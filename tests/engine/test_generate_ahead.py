@@ -180,7 +180,7 @@ def test_looking_forking_and_dropping_do_not_end_it(spec: str) -> None:
             engine.profile()
     assert got == expected
     assert engine.tokens == IDS + got[:-1]
-    if "no-cache" not in spec:
+    if lk.build_engine(spec, model)._state.step_rows() is not None:
         assert executor.trace.count("read") > 5
 
 

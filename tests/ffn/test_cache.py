@@ -174,6 +174,20 @@ def test_bytes_are_what_the_allocator_says(features):
     assert cache.stats()["bytes"] == pytest.approx(reported, abs=20_000)
 
 
+def test_a_full_layer_makes_room_where_bytes_are_the_limit():
+    cache = FfnCache(2, max_entries=3, max_bytes=1 << 20)
+    cache.put(1, key(9), row(9))
+    for number in range(3):
+        cache.put(0, key(number), row(number))
+    assert cache.get(0, key(0)) is not None
+    cache.put(0, key(3), row(3))  # of its own layer, not the one of layer 1 that is older still
+    assert [cache.get(0, key(number)) is not None for number in range(4)] == [True, False, True, True]
+    assert cache.get(1, key(9)) is not None
+    assert [cache.entries_at(layer) for layer in (0, 1)] == [3, 1]
+    stats = cache.stats()
+    assert (stats["eviction"], stats["evicted"], stats["dropped"]) == ("lru", 1, 0)
+
+
 def test_the_set_of_features_is_compared():
     """Two sets under one key (a collision, or an attacker's) never get each other's output."""
     cache = FfnCache(2, mode="features", check=HitCheck(every=10**6))

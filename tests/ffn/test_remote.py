@@ -13,7 +13,14 @@ from larql_kv.ffn import wire
 from larql_kv.ffn.http import check_url
 from larql_kv.ffn.remote import RemoteWalkBackend, remote_backend
 from larql_kv.ffn.wire import MEDIA_TYPES
+from tests import tiny_models
+from tests.cli.conftest import Larql
 from tests.ffn.fake_server import HIDDEN, LAYERS, FakeServer, connected, rows
+
+
+@pytest.fixture
+def larql() -> Larql:
+    return Larql()
 
 
 @pytest.fixture
@@ -64,9 +71,26 @@ def test_bytes_are_the_formulas(fake: FakeServer) -> None:
         assert after["bytes_received"] - before["bytes_received"] == 5 * cost.received
         assert after["round_trips"] - before["round_trips"] == 5 * LAYERS
         assert cost.total == cost.sent + cost.received
+        (facts,) = ffn.wire_facts()
+        assert (facts["formula"], facts["layers"], facts["tokens"]) == (str(cost), LAYERS, 5)
+        assert facts["bytes_per_token"] == facts["measured_bytes_per_token"] == cost.total
         assert after["server_ms"] == pytest.approx(0.5 * 5 * LAYERS)
         assert after["seconds"] > 0
     assert connected(fake).cost(30).layers == 30
+    assert connected(fake).wire_facts() == []  # nothing was asked
+
+
+def test_a_run_tells_the_wire_cost(fake: FakeServer, larql: Larql) -> None:
+    words = ("--raw", "-n", "3", "--dtype", "float32", "--engine", "standard", "--ffn", fake.url)
+    model = tiny_models.model_dir("llama")
+    (facts,) = larql.json("run", model, "tell me", *words)["ffn_wire"]
+    assert facts["endpoint"] == fake.url
+    assert facts["measured_bytes_per_token"] == pytest.approx(facts["bytes_per_token"], rel=0.05)
+    assert f"wire f32 to {fake.url}: {facts['formula']}; measured" in larql(
+        "run", model, "tell me", "-v", *words
+    ).stderr.replace("\n", " ")
+    walked = larql("walk", model, "-p", "tell me", "-l", "0", *words[3:5], "--ffn", fake.url)
+    assert f"wire f32 to {fake.url}" in walked.stderr.replace("\n", " ")
 
 
 def test_connections_are_pooled(fake: FakeServer) -> None:
@@ -103,7 +127,8 @@ def test_the_seeds_defaults(fake: FakeServer) -> None:
 
 def test_backends_that_compute_the_same_are_equal(fake: FakeServer) -> None:
     ffn = connected(fake)
-    assert ffn == RemoteWalkBackend(fake.url + "/")
+    assert ffn == connected(fake) != RemoteWalkBackend(fake.url)  # which may be served anything
+    assert RemoteWalkBackend(fake.url) == RemoteWalkBackend(fake.url + "/")
     assert hash(ffn) == hash(RemoteWalkBackend(fake.url))
     for other in ({"wire": "i8"}, {"top_k": 5}):
         assert ffn != RemoteWalkBackend(fake.url, **other)

@@ -17,6 +17,7 @@ import larql_kv as lk
 from larql_kv.ffn import http as http_module
 from larql_kv.ffn.http import Endpoint, RetryBudget
 from larql_kv.ffn.remote import RemoteWalkBackend
+from larql_kv.ffn.sharded import LayerShardedBackend
 from larql_kv.ffn.wire import MEDIA_TYPES
 from tests import tiny_models
 from tests.ffn.fake_server import HIDDEN, LAYERS, FakeServer, connected, replies, rows
@@ -252,3 +253,22 @@ def test_several_threads_share_a_backend(fake: FakeServer) -> None:
 def test_endpoints_refuse_a_number_that_is_none() -> None:
     assert Endpoint("http://127.0.0.1:1", 1.5).timeout == 1.5
     assert np.isfinite(Endpoint("http://127.0.0.1:1").timeout)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_rows_of_two_prints_are_not_mixed(fake: FakeServer, sharded: bool) -> None:
+    ffn = RemoteWalkBackend(fake.url)
+    whole = LayerShardedBackend([(range(4), ffn)]) if sharded else ffn
+    engine = lk.build_engine("standard", fake.model, ffn=whole)
+    engine.prefill([5, 6])  # connects on the way
+    engine.decode_step(7)
+    before = connected(fake)
+    fake.stats["print"] = fake.now = "cd" * 32
+    ffn.connect(fake.model)
+    assert ffn != before
+    assert hash(ffn) == hash(before)
+    with pytest.raises(lk.InvariantViolation, match=r"what its server serves.*reset\(\) first"):
+        engine.decode_step(8)
+    engine.reset()
+    engine.prefill([5, 6])
+    engine.decode_step(7)

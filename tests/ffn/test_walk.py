@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import larql_kv as lk
-from larql_kv.errors import BackendUnavailable, ModelError, SpecError
-from larql_kv.ffn.base import DenseFfn, NullFfn
+from larql_kv.errors import BackendUnavailable, InvariantViolation, ModelError, SpecError
+from larql_kv.ffn.base import DenseFfn, LayerFfn, NullFfn
 from larql_kv.ffn.trace import RecordingFfn, layer_trace, written_tokens
 from larql_kv.ffn.walk import WalkFfn, is_dense
+from larql_kv.model.vindex_source import PatchedTensors
 from tests import tiny_models
 from tests.ffn.patched import edit, index_of, patch, reference, vector
 from tests.models import tiny
@@ -293,3 +296,52 @@ def test_recording_changes_nothing():
     )
     assert recorded.cache_stats() == []
     assert not recorded.in_graph(model.decoder)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_patch_in_mid_sequence_is_not_mixed_in(wrapped):
+    """The FFN is the same object before and after: its mark is what tells the rows apart."""
+    model = tiny("llama")
+    index = index_of(model)
+    walk = WalkFfn(model, index, 20)
+    ffn = LayerFfn([DenseFfn(model), *[RecordingFfn(walk)] * 3], "mixed") if wrapped else walk
+    engine = lk.build_engine("standard", model, ffn=ffn)
+    ids = tiny_models.sample_ids(6)
+    engine.prefill(ids)
+    forked = engine.fork()
+    patch(index, edit("update", 1, 3, down=vector(64, 5)))
+    for held in (engine, forked):
+        with pytest.raises(InvariantViolation, match=r"its patches.*reset\(\) first"):
+            held.decode_step(1)
+        with pytest.raises(InvariantViolation, match="has changed"):
+            held.trim(3)
+    index.remove("p")
+    engine.decode_step(1)  # as before: nothing was run in between
+    patch(index, edit("update", 1, 3, down=vector(64, 5)))
+    engine.reset()
+    engine.prefill(ids)
+    engine.decode_step(1)
+    index.remove("p")
+    with pytest.raises(InvariantViolation, match="has changed"):
+        engine.decode_step(1)
+    assert ffn.mark is None
+
+
+def test_dense_layers_loaded_with_other_patches_are_refused():
+    base = tiny("llama")
+    edited = index_of(base)
+    patch(edited, edit("update", 2, 5, up=vector(64, 7)))
+    model = replace(base, tensors=PatchedTensors(base.tensors, edited.overlay))  # type: ignore[arg-type]
+    own, bare = index_of(model), index_of(base)
+    assert own.patches == edited.patches
+    WalkFfn(model, bare, 20)  # sparse layers read the index's rows
+    for top_k in (None, [20, 20, 90, 20]):
+        with pytest.raises(ModelError, match=r"layer 2 of .* was loaded with patches"):
+            WalkFfn(model, bare, top_k)
+    walk = WalkFfn(model, own)
+    x = torch.randn(1, 64)
+    walk.forward(2, x)
+    own.remove("p")
+    walk.forward(1, x)
+    with pytest.raises(ModelError, match=r"layer 2 of .* was loaded with patches"):
+        walk.forward(2, x)

@@ -9,13 +9,15 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
+import numpy as np
 import pytest
 import torch
 from starlette.testclient import TestClient
 
 import larql_kv as lk
 from larql_kv.errors import BackendUnavailable, SpecError
-from larql_kv.server import ServerSettings, create_app, settings
+from larql_kv.ffn.wire import FfnRequest, encode_request
+from larql_kv.server import ServerSettings, create_app, guard, settings
 from tests.server.conftest import KEY, OTHER_KEY, make_client, make_service
 
 ROW = [0.5] * 64
@@ -201,6 +203,76 @@ def test_bodies_are_limited_all_together_and_given_back() -> None:
         return [status, second.status_code, third.status_code, fourth.status_code]
 
     assert in_app(app, work) == [400, 503, 400, 400]
+
+
+def walk_body(rows: int = 1) -> bytes:
+    return encode_request(FfnRequest((0,), np.ones((rows, 64), np.float32), 8, several=False))
+
+
+def send_slowly(app, body: bytes, seconds: float = 20.0):
+    """The application called with that walk by a client that takes a piece of the answer and then waits:
+    (task, messages taken, event that lets it go on)."""
+    taken: list[dict] = []
+    go = asyncio.Event()
+    headers = [(b"host", b"127.0.0.1"), *((k.encode(), v.encode()) for k, v in BINARY.items())]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/walk-ffn",
+        "raw_path": b"/v1/walk-ffn",
+        "query_string": b"",
+        "headers": headers,
+        "scheme": "http",
+        "http_version": "1.1",
+        "server": ("127.0.0.1", 80),
+    }
+    told = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        return told.pop() if told else await asyncio.sleep(seconds, {"type": "http.disconnect"})
+
+    async def send(message):
+        taken.append(message)
+        if message["type"] == "http.response.body":
+            await go.wait()
+
+    return asyncio.create_task(app(scope, receive, send)), taken, go
+
+
+def test_answers_count_as_held_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_PIECE", 1000)
+    app = create_app(ServerSettings(max_bodies=6000), make_service())
+
+    async def work(client: httpx2.AsyncClient) -> tuple[list[dict], list[int]]:
+        task, taken, go = send_slowly(app, walk_body(16))  # 4 KiB back
+        while len(taken) < 2:
+            await asyncio.sleep(0.01)
+        codes = [(await client.post("/v1/walk-ffn", content=walk_body(8), headers=BINARY)).status_code]
+        go.set()
+        await task
+        codes.append((await client.post("/v1/walk-ffn", content=walk_body(8), headers=BINARY)).status_code)
+        return taken, codes
+
+    taken, codes = in_app(app, work)
+    assert codes == [503, 200]
+    assert [len(message["body"]) <= 1000 for message in taken[1:]] == [True] * 5
+    assert [message["more_body"] for message in taken[1:]] == [True] * 4 + [False]
+    length = dict(taken[0]["headers"])[b"content-length"]
+    assert sum(len(message["body"]) for message in taken[1:]) == int(length) > 4096
+
+
+def test_an_answer_that_is_not_taken_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_PIECE", 1000)
+    app = create_app(ServerSettings(max_bodies=6000, body_seconds=0.3), make_service())
+
+    async def work(client: httpx2.AsyncClient) -> tuple[list[dict], int]:
+        task, taken, _ = send_slowly(app, walk_body(16))
+        await task
+        return taken, (await client.post("/v1/walk-ffn", content=walk_body(8), headers=BINARY)).status_code
+
+    taken, code = in_app(app, work)
+    assert taken[-1]["more_body"]
+    assert code == 200
 
 
 def test_a_body_that_does_not_arrive() -> None:

@@ -143,6 +143,7 @@ def test_keys_the_shared_tier_and_ctrl_c_by_command(start: Start, redis_server: 
         (("--vindex", "/nowhere"), 1, "/nowhere"),
         (("--l3", "http://x"), 2, "the L3 secret has 0 bytes"),
         (("--ffn-only", "--device", "cuda"), None, ""),
+        (("--device", "cuda"), None, "without --ffn every request is walked, on device 'cpu' only"),
     ],
 )
 def test_what_cannot_be_served_ends_with_its_name(

@@ -318,3 +318,21 @@ def test_tenants_do_not_see_each_others_entries() -> None:
             full(client, rows, 9, authorization=f"Bearer {key}")
         l2 = client.get("/v1/cache-stats", headers={"x-api-key": KEY}).json()["l2"]
         assert (l2["hits"], l2["misses"]) == (1, 2)
+
+
+def test_a_long_list_is_refused_before_it_is_parsed(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_JSON_VALUES", 128)
+    monkeypatch.setattr(bodies, "_OTHER_COMMAS", 8)
+    headers = {"content-type": "application/json"}
+
+    def post(count: int):
+        body = {"layer": 0, "residual": [0.5] * count, "seq_len": count // 64, "full_output": True}
+        return client.post("/v1/walk-ffn", content=json.dumps(body), headers=headers)
+
+    assert post(128).status_code == 200
+    monkeypatch.setattr(bodies, "parse_body", None)
+    answer = post(192)
+    assert answer.status_code == 413
+    assert "lists more than 128 values" in answer.json()["error"]["message"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from larql_kv.cli.console import add_row, console, print_json, table
+from larql_kv.errors import SpecError
 
 if TYPE_CHECKING:
     from larql_kv.spec import EngineEntry, KeyInfo
@@ -68,7 +69,10 @@ def contract_text(entry: EngineEntry) -> str:
         if key.default is not None or "int" not in key.type:
             continue
         given: dict[str, Any] = {key.name: _SAMPLE}
-        name = entry.spec_class(**given).policy.contract.name
+        try:
+            name = entry.spec_class(**given).policy.contract.name
+        except SpecError:  # out of the key's range
+            continue
         if name != text[0]:
             text.append(f"{key.name}={_SAMPLE}: {name}")
     return "\n".join(text)

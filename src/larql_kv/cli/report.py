@@ -65,6 +65,15 @@ def print_ledger(ledger: Ledger) -> None:
     console(stderr=True).print(shown)
 
 
+def print_wire(facts: list[dict[str, Any]]) -> None:
+    """What each FFN server costs in bytes a token, by formula and as measured, on stderr."""
+    for one in facts:
+        note(
+            f"wire {one['wire']} to {one['endpoint']}: {one['formula']}; measured "
+            f"{one['measured_bytes_per_token']:,.0f} a token over {one['tokens']:,.0f}"
+        )
+
+
 def print_stages(summary: StageSummary | None) -> None:
     """Mean time of a forward call by stage, on stderr; nothing when the timers were off."""
     if summary is None:
@@ -85,10 +94,16 @@ def print_top(answer: Answer) -> None:
 
 
 def ffn_dict(engine: KvEngine) -> dict[str, Any]:
-    """{ffn, ffn_paths, ffn_caches}: the FFN's name, how each layer was computed, and its caches' counters."""
+    """{ffn, ffn_paths, ffn_caches, ffn_wire}: the FFN's name, how each layer was computed, its caches'
+    counters, and what its servers cost in bytes a token."""
     ffn = engine.ffn
     paths = path_table(ffn, range(engine.model.config.layer_count))
-    return {"ffn": ffn.name, "ffn_paths": paths, "ffn_caches": ffn.cache_stats()}
+    return {
+        "ffn": ffn.name,
+        "ffn_paths": paths,
+        "ffn_caches": ffn.cache_stats(),
+        "ffn_wire": ffn.wire_facts(),
+    }
 
 
 def run_dict(engine: KvEngine, answer: Answer, warnings: list[str]) -> dict[str, Any]:

@@ -199,7 +199,14 @@ def _session(engine: KvEngine, raw: bool, system: str | None, settings: Settings
 
 def _answer_once(session: Session, prompt: str, settings: Settings, as_json: bool) -> None:
     from larql_kv.cli.answer import Answer, stream_answer
-    from larql_kv.cli.report import print_ledger, print_stages, print_top, run_dict, summary_line
+    from larql_kv.cli.report import (
+        print_ledger,
+        print_stages,
+        print_top,
+        print_wire,
+        run_dict,
+        summary_line,
+    )
 
     engine = session.engine
 
@@ -224,6 +231,7 @@ def _answer_once(session: Session, prompt: str, settings: Settings, as_json: boo
     if settings.verbose and not as_json:
         print_ledger(engine.ledger())
         print_stages(engine.stage_summary())
+        print_wire(engine.ffn.wire_facts())
     if answer.finish == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
 

@@ -216,6 +216,8 @@ def predict_dict(engine: KvEngine, prompt: str, max_tokens: int, top: int) -> di
 
 def _show(result: dict[str, Any]) -> None:
     """The trace as tables on stdout; the rest beside it."""
+    from larql_kv.cli.report import print_wire
+
     out = console()
     for entry in result["trace"]:
         shown = table(
@@ -242,4 +244,5 @@ def _show(result: dict[str, Any]) -> None:
         f"{entry['path']}{' k=' + str(entry['k']) if 'k' in entry else ''} on {entry['layers']}"
         for entry in result["ffn_paths"]
     )
+    print_wire(result["ffn_wire"])
     note(f"{result['engine']} · ffn {result['ffn']} ({paths}) · {result['prompt_tokens']} prompt tokens")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ class KvEngine(EngineFacts):
         self.capture = self._capture_by(None)
         self._tokens = TokenLog()
         self._rows_ffn: FfnBackend | None = None  # the FFN that the kept rows went through
+        self._rows_mark: Hashable = None  # and its mark then
         self._path = ""  # that the last call ran on, where the backend has several
         self.changes = 0  # goes up whenever tokens come or go, so that a generator sees it was overtaken
         self.taken_back = 0  # goes up whenever steps that ran ahead of the tokens are trimmed away
@@ -135,6 +136,7 @@ class KvEngine(EngineFacts):
             if isinstance(error, _RUN_TIME_FAILURES):
                 raise BackendFailure(f"forward pass of {self.info.summary} failed: {error}") from error
             raise
+        self._rows_mark = self.ffn.mark  # now: a remote FFN may have connected on the way
         if isinstance(clock, StageClock):
             clock.finish()
 
@@ -176,9 +178,16 @@ class KvEngine(EngineFacts):
         check_ids(ids, len(self._tokens) if held is None else held, self.model.config)
 
     def check_ffn(self) -> None:
-        """Raises InvariantViolation when rows are held that went through another FFN."""
-        if self._state.length and self._rows_ffn not in (None, self.ffn):
-            assert self._rows_ffn is not None
+        """Raises InvariantViolation when rows are held that went through another FFN, or through this one
+        before its patches or what its server serves changed."""
+        if not self._state.length or self._rows_ffn is None:
+            return
+        if self._rows_ffn is self.ffn and self._rows_mark != self.ffn.mark:
+            raise InvariantViolation(
+                f"FFN {self.ffn.name!r} has changed since the rows held were made (its patches, or what its "
+                "server serves): reset() first"
+            )
+        if self._rows_ffn != self.ffn or self._rows_mark != self.ffn.mark:
             raise InvariantViolation(
                 f"the rows held were made under FFN {self._rows_ffn.name!r} and cannot be continued under "
                 f"{self.ffn.name!r}: reset() first"
@@ -246,7 +255,7 @@ class KvEngine(EngineFacts):
     def reset(self) -> None:
         """Start over with an empty sequence."""
         self._cut(0)
-        self._rows_ffn = None
+        self._rows_ffn, self._rows_mark = None, None
 
     def trim(self, length: int) -> int:
         """Keep the first `length` tokens. What a ring had overwritten is run again from the ids now;

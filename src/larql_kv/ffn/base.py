@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,12 @@ class FfnBackend(ABC):
         Post-norm and residual add are the caller's. A remote failure is a RemoteError, never zeros.
         """
 
+    @property
+    def mark(self) -> Hashable:
+        """What the outputs depend on beside the object itself (patches, what a server serves): rows made
+        under one mark are not continued under another. None where nothing can change."""
+        return None
+
     def in_graph(self, decoder: Decoder) -> bool:
         """Whether this is `decoder`'s own FFN, which its captured steps have built in."""
         return False
@@ -48,6 +54,10 @@ class FfnBackend(ABC):
     def saved_bytes(self, layer: int) -> int:
         """Weight bytes that a decode step does not read of what the dense FFN of that layer reads."""
         return 0
+
+    def wire_facts(self) -> list[dict[str, Any]]:
+        """Bytes a token by formula and as measured, of each server that was asked."""
+        return []
 
     def cache_stats(self) -> list[dict[str, Any]]:
         """The counters of the activation caches that it looks into, the nearest first."""
@@ -102,6 +112,11 @@ class LayerFfn(FfnBackend):
     def forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         return self._by_layer[layer].forward(layer, x)
 
+    @property
+    def mark(self) -> Hashable:
+        marks = tuple(ffn.mark for ffn in self._by_layer)
+        return marks if any(mark is not None for mark in marks) else None
+
     def in_graph(self, decoder: Decoder) -> bool:
         return all(ffn.in_graph(decoder) for ffn in self.backends)
 
@@ -113,6 +128,9 @@ class LayerFfn(FfnBackend):
 
     def cache_stats(self) -> list[dict[str, Any]]:
         return [stats for ffn in self.backends for stats in ffn.cache_stats()]
+
+    def wire_facts(self) -> list[dict[str, Any]]:
+        return [facts for ffn in self.backends for facts in ffn.wire_facts()]
 
     @property
     def backends(self) -> list[FfnBackend]:

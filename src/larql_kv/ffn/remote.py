@@ -6,7 +6,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,8 @@ class RemoteWalkBackend(FfnBackend):
         self.served: Served | None = None
         self.answers: dict[str, int] = dict.fromkeys(MEDIA_TYPES, 0)  # by the form they came in
         self._server_ms = 0.0
+        self._rows: Counter[int] = Counter()  # answered, by layer
+        self._bytes = 0  # of the bodies of those requests and answers
         # f16 cannot hold every output: f32 may then come instead, and `answers` shows it.
         self._accepted = {"best": ("i8", "f16", "f32"), "f16": ("f16", "f32")}.get(wire, (wire,))
         accept = ", ".join(f"{MEDIA_TYPES[form]};q={1 - at / 10}" for at, form in enumerate(self._accepted))
@@ -167,6 +170,23 @@ class RemoteWalkBackend(FfnBackend):
             times.append(time.perf_counter() - began)
         return statistics.median(times[1:])
 
+    def wire_facts(self) -> list[dict[str, Any]]:
+        if not self._rows:
+            return []
+        cost = self.cost(len(self._rows))
+        tokens = self._rows.total() / len(self._rows)
+        return [
+            {
+                "endpoint": self.endpoint.url,
+                "wire": cost.wire,
+                "layers": cost.layers,
+                "formula": str(cost),
+                "bytes_per_token": cost.total,
+                "measured_bytes_per_token": round(self._bytes / tokens, 1),
+                "tokens": round(tokens, 1),
+            }
+        ]
+
     def stats(self) -> dict[str, Any]:
         """Calls, round trips, retries, bytes of bodies both ways, seconds waited and computed so far."""
         return {
@@ -184,11 +204,16 @@ class RemoteWalkBackend(FfnBackend):
         return isinstance(other, RemoteWalkBackend) and other._identity == self._identity
 
     def __hash__(self) -> int:
-        return hash(self._identity)
+        return hash((self.endpoint.url, self.wire, self.top_k))
+
+    @property
+    def mark(self) -> Hashable:
+        """The print that the server was last known to serve."""
+        return None if self.served is None else self.served.print
 
     @property
     def _identity(self) -> tuple[Any, ...]:
-        return (self.endpoint.url, self.wire, self.top_k)
+        return (self.endpoint.url, self.wire, self.top_k, self.mark)
 
     def _known(self) -> Served:
         if self.served is None:
@@ -217,7 +242,8 @@ class RemoteWalkBackend(FfnBackend):
     def _exchange(self, asked: FfnRequest, served: Served) -> FfnResponse:
         url = self.endpoint.url
         limit = _HEAD_BYTES + len(asked.layers) * (16 + asked.rows.nbytes + 8 * len(asked.rows))
-        answer = self.endpoint.post("/v1/walk-ffn", encode_request(asked), self._headers, limit)
+        body = encode_request(asked)
+        answer = self.endpoint.post("/v1/walk-ffn", body, self._headers, limit)
         media = answer.headers.get("content-type", "")
         wire = WIRES.get(media.partition(";")[0].strip().lower(), "")
         if wire not in self._accepted:
@@ -234,6 +260,9 @@ class RemoteWalkBackend(FfnBackend):
             raise RemoteError(f"{url}: layer {', '.join(map(str, asked.layers))}: {error}") from error
         self.answers[wire] += 1
         self._server_ms += response.milliseconds
+        self._bytes += len(body) + len(answer.body)
+        for layer in asked.layers:
+            self._rows[layer] += len(asked.rows)
         return response
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +122,14 @@ class LayerShardedBackend(FfnBackend):
 
     def path(self, layer: int) -> LayerPath:
         return self._owner(layer).path(layer)
+
+    @property
+    def mark(self) -> Hashable:
+        marks = tuple(ffn.mark for _, ffn in self.shards)
+        return marks if any(mark is not None for mark in marks) else None
+
+    def wire_facts(self) -> list[dict[str, Any]]:
+        return [facts for _, ffn in self.shards for facts in ffn.wire_facts()]
 
     def stats(self) -> dict[str, Any]:
         """The sums over shards, and each shard's own."""

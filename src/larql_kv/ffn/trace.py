@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from larql_kv.ffn.base import FfnBackend, LayerPath
 from larql_kv.ffn.walk import TracedFeature, WalkFfn
+from larql_kv.vindex import down_meta
 
 if TYPE_CHECKING:
     from larql_kv.backends.base import Decoder
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WrittenToken(NamedTuple):
-    """A token that a down vector writes; `score` is its logit times the length of the vector (its RMS)."""
+    """A token that a down vector writes; `score` as `vindex.down_meta.written_tokens` has it."""
 
     id: int
     score: float
@@ -37,6 +38,10 @@ class RecordingFfn(FfnBackend):
         self.inputs[layer] = x[-1].clone()
         return self.ffn.forward(layer, x)
 
+    @property
+    def mark(self) -> Hashable:
+        return self.ffn.mark
+
     def path(self, layer: int) -> LayerPath:
         return self.ffn.path(layer)
 
@@ -45,6 +50,9 @@ class RecordingFfn(FfnBackend):
 
     def cache_stats(self) -> list[dict[str, Any]]:
         return self.ffn.cache_stats()
+
+    def wire_facts(self) -> list[dict[str, Any]]:
+        return self.ffn.wire_facts()
 
     def in_graph(self, decoder: Decoder) -> bool:
         return False  # a captured step would not come by here
@@ -73,21 +81,10 @@ def layer_trace(
 
 
 def written_tokens(model: Model, layer: int, downs: torch.Tensor, count: int) -> list[list[WrittenToken]]:
-    """The `count` tokens that each of down vectors (n, hidden) writes: its product with the norm weights and
-    the head, the largest first."""
-    rows = downs
-    if model.config.post_norms:
-        weight = model.tensors.get(f"layers.{layer}.post_ffn_norm").dequantize()
-        rows = downs * torch.from_numpy(weight.copy())
-    logits = model.logits(rows.to(model.device)).cpu()
-    cap = model.config.final_softcap
-    if cap is not None:
-        logits = torch.atanh(logits / cap) * cap
-    size = (
-        rows.square().mean(-1, keepdim=True) + model.config.norm_eps
-    ).sqrt()  # what the final norm took out
-    best = (logits * size).topk(min(count, logits.shape[1]))
+    """The `count` tokens that each of down vectors (n, hidden) writes, the largest first: those that the
+    down-meta of a vindex would hold."""
+    best = down_meta.written_tokens(model.config, model.tensors, layer, downs, count)
     pairs: Sequence[tuple[list[int], list[float]]] = list(
-        zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        zip(best.ids.tolist(), best.scores.tolist(), strict=True)
     )
     return [[WrittenToken(*pair) for pair in zip(ids, scores, strict=True)] for ids, scores in pairs]

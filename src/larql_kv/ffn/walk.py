@@ -7,7 +7,7 @@ From 4/5 of the features on a layer is computed whole instead, unless patches li
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,11 +23,12 @@ from larql_kv.ffn.base import DenseFfn, FfnBackend, LayerPath
 from larql_kv.ffn.cache import FfnL1Cache, HitCheck
 from larql_kv.ffn.cached_rows import Cache, CachedRows
 from larql_kv.model.tensors import RawTensor
+from larql_kv.model.vindex_source import PatchedTensors
 
 if TYPE_CHECKING:
     from larql_kv.ffn.cache.keys import Mode
     from larql_kv.model.model import Model
-    from larql_kv.model.vindex_edits import FeatureEdit
+    from larql_kv.model.vindex_edits import FeatureEdit, Overlay
     from larql_kv.vindex.index import VectorIndex
 
 Edits = Mapping[int, "FeatureEdit"]
@@ -58,8 +59,8 @@ class WalkFfn(FfnBackend):
     """
 
     def __init__(self, model: Model, index: VectorIndex, top_k: TopK = None) -> None:
-        """Raises SpecError for a bad top_k, ModelError for an index of another shape, BackendUnavailable on
-        a device without gather kernels."""
+        """Raises SpecError for a bad top_k, BackendUnavailable on a device without gather kernels, ModelError
+        for an index of another shape, or without the patches that a dense layer was loaded with."""
         if not isinstance(model.decoder, CpuDecoder):
             raise BackendUnavailable(
                 f"a walk gathers rows on device 'cpu', and the model is on {model.decoder.name!r}: "
@@ -81,6 +82,10 @@ class WalkFfn(FfnBackend):
         self._layers = _LAYERS.setdefault(index, WeakKeyDictionary()).setdefault(model.decoder, {})
         self._cached = CachedRows(self)
         self._l1: FfnL1Cache | None = None
+        self._marked: tuple[Overlay, str | None] | None = None
+        self._loaded = model.tensors.overlay.edits if isinstance(model.tensors, PatchedTensors) else {}
+        for layer in self._loaded:
+            self._check_loaded(layer)
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -124,6 +129,7 @@ class WalkFfn(FfnBackend):
     def forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         edits = self.index.overrides_at(layer) if self.index.has_overrides_at(layer) else None
         if self._dense[layer] and not edits:
+            self._check_loaded(layer)
             self._cached.bypass("dense")
             return self._decoder.dense_ffn(layer, x)
         x = x.contiguous()
@@ -138,6 +144,14 @@ class WalkFfn(FfnBackend):
             return self._cached.row(layer, rows, x, top_k)
         chosen = rows.score_and_select(x, top_k)
         return rows.walk(x, chosen.ids, chosen.gates)
+
+    def _check_loaded(self, layer: int) -> None:
+        """Refuse a dense layer whose loaded weights have patches that the index lacks."""
+        if self._loaded.get(layer) and self._dense[layer] and not self.index.has_overrides_at(layer):
+            raise ModelError(
+                f"layer {layer} of {self.model.source} was loaded with patches that the index does not have, "
+                "and is computed whole: load the model anew, or walk on its own index"
+            )
 
     def count(self, layer: int) -> int:
         """Features that a sparse walk of that layer takes."""
@@ -234,6 +248,14 @@ class WalkFfn(FfnBackend):
         return dense_bytes(self._decoder, layer) - self.sparse(layer).step_bytes(self.count(layer))
 
     # -- being compared --------------------------------------------------------------------------------
+
+    @property
+    def mark(self) -> Hashable:
+        """The patches in force, None for none."""
+        overlay = self.index.overlay
+        if self._marked is None or self._marked[0] is not overlay:
+            self._marked = (overlay, overlay.print_with("") or None)
+        return self._marked[1]
 
     def _is_dense(self) -> bool:
         return all(self._dense) and not any(map(self.index.has_overrides_at, range(len(self.top_k))))

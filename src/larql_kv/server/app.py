@@ -133,7 +133,7 @@ def _add_walk(app: FastAPI, holder: Holder, reader: BodyReader, metrics: Metrics
             content, media, mark = await holder.run(answer)
         finally:
             body.release()
-        return Response(content, media_type=media, headers={PRINT_HEADER: mark})
+        return reader.answer(content, media, {PRINT_HEADER: mark})
 
 
 def _add_facts(app: FastAPI, holder: Holder, metrics: Metrics) -> None:

@@ -24,6 +24,7 @@ from larql_kv.ffn.wire import (
 
 MAX_VALUES = MAX_BODY // 4  # of an answer, in float32
 MAX_JSON_VALUES = MAX_VALUES // 4  # written out they take several times the room
+_OTHER_COMMAS = 1 << 17  # room for the layers and fields beside a residual
 JSON = "application/json"
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -31,7 +32,7 @@ _Layer = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class BadRequest(Exception):
-    """The request cannot be answered as it is: `status` 400, or 404 for a name that is not here."""
+    """The request cannot be answered as it is: `status` 400, 404 for a name not here, 413 for too much."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -91,6 +92,13 @@ def parse_walk(body: bytes, content_type: str, served: Served) -> FfnRequest:
 
 
 def _parse_json(body: bytes, served: Served) -> FfnRequest:
+    # Before it is parsed: a list takes many times its bytes.
+    if body.count(b",") > MAX_JSON_VALUES + _OTHER_COMMAS:
+        raise BadRequest(
+            f"the body lists more than {MAX_JSON_VALUES} values, the most that JSON may: send "
+            f"{MEDIA_TYPES['f32']}",
+            413,
+        )
     walk = parse_body(WalkBody, body)
     if walk.model_id is not None and walk.model_id != served.name:
         raise BadRequest(f"unknown model {walk.model_id!r}; served: {served.name!r}", 404)

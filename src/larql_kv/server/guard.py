@@ -6,6 +6,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
+from starlette.responses import Response
+
 from larql_kv.server.bodies import JSON, dump
 from larql_kv.server.settings import ServerSettings, is_loopback
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 OPEN_PATHS = ("/v1/health",)  # need no key
 ALWAYS_PATHS = ("/v1/health", "/metrics")  # answered however busy the server is; they do not count as work
+_PIECE = 256 << 10  # bytes of an answer handed on at once
 
 
 class Refused(Exception):
@@ -113,6 +116,7 @@ class BodyReader:
                     if len(body.data) + len(chunk) > settings.max_body:
                         raise _too_large(settings.max_body)
                     self._hold(len(chunk))
+                    self._metrics.bytes.labels("in").inc(len(chunk))
                     body.data += chunk
         except TimeoutError:
             body.release()
@@ -124,11 +128,15 @@ class BodyReader:
             raise
         return body
 
+    def answer(self, content: bytes, media: str, headers: dict[str, str]) -> Answer:
+        """A response whose bytes count as held until the client has taken them. Raises Refused: 503."""
+        self._hold(len(content))
+        return Answer(self, self._settings.body_seconds, content, media, headers)
+
     def _hold(self, count: int) -> None:
         if self._held + count > self._settings.max_bodies:
-            raise Refused(503, "Busy", "too many bytes of requests are held already", 1)
+            raise Refused(503, "Busy", "too many bytes of requests and answers are held already", 1)
         self._held += count
-        self._metrics.bytes.labels("in").inc(count)
 
     def let_go(self, count: int) -> None:
         self._held -= count
@@ -144,6 +152,30 @@ class Body:
     def release(self) -> None:
         self._reader.let_go(len(self.data))
         self.data = bytearray()
+
+
+class Answer(Response):
+    """Sent piece by piece, so that it counts as held while the client is slow; one that takes longer than
+    `seconds` is cut off, with its connection."""
+
+    def __init__(
+        self, reader: BodyReader, seconds: float, content: bytes, media: str, headers: dict[str, str]
+    ) -> None:
+        super().__init__(content, media_type=media, headers=headers)
+        self._reader, self._seconds = reader, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        try:
+            async with asyncio.timeout(self._seconds):
+                await send(head)
+                for at in range(0, len(self.body), _PIECE):
+                    piece, more = bytes(self.body[at : at + _PIECE]), at + _PIECE < len(self.body)
+                    await send({"type": "http.response.body", "body": piece, "more_body": more})
+        except TimeoutError:
+            return  # an answer that is not whole: the server closes the connection
+        finally:
+            self._reader.let_go(len(self.body))
 
 
 def _too_large(limit: int) -> Refused:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from larql_kv.errors import LarqlError, RemoteError, SpecError
+from larql_kv.errors import BackendUnavailable, LarqlError, RemoteError, SpecError
 from larql_kv.model.catalog import is_vindex
 from larql_kv.model.load import Form, ModelFiles, assemble, open_files
 from larql_kv.model.vindex_source import PatchedTensors
@@ -51,6 +51,11 @@ def load_service(source: Source) -> FfnService:
     form = Form(source.device, source.dtype, source.activations)
     if source.ffn_only and source.device != "cpu":
         raise SpecError(f"--ffn-only loads on the CPU only, device is {source.device!r}: leave it out")
+    if source.ffn is None and source.device != "cpu":
+        raise BackendUnavailable(
+            f"without --ffn every request is walked, on device 'cpu' only, and device is {source.device!r}: "
+            "give --ffn dense, or leave --device out"
+        )
     files = _unpatched(open_files(source.model))
     owned = parse_layers(source.layers, files.config.layer_count)
     if source.ffn_only:

@@ -25,8 +25,8 @@ class ServerSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_concurrent: int = 100  # requests at work or waiting; more are told to come back
     max_body: int = MAX_BODY  # bytes of one request
-    max_bodies: int = 4 * MAX_BODY  # bytes of all requests being read or answered
-    body_seconds: float = 60.0  # for a request's body to arrive
+    max_bodies: int = 4 * MAX_BODY  # bytes of all requests being read or computed, and of answers being sent
+    body_seconds: float = 60.0  # for a request's body to arrive, or for its answer to be taken
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

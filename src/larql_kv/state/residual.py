@@ -57,7 +57,6 @@ class ResidualState(DerivedKVState):
             return CodedRows(model, layer, codecs[layer], window, ring, device)
 
         self.pages = [make_rows(layer, ring) for layer, ring in enumerate(self.rings)]
-        self._codecs = codecs
         self._tallied = self._tallied_coded = 0  # rows read on layers with a codec, those of them coded
         self._derived = [True] * config.layer_count
 
@@ -185,7 +184,7 @@ class ResidualState(DerivedKVState):
         return freed
 
     def coded_share(self) -> float | None:
-        if self._codecs is not None:
+        if any(isinstance(pages, CodedRows) for pages in self.pages):
             return self._tallied_coded / max(1, self._tallied)
         return super().coded_share()
 

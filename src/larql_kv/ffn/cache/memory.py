@@ -36,10 +36,10 @@ class _Entry:
 class FfnCache:
     """Outputs of single rows, by layer and key. Safe to share among threads.
 
-    With `max_bytes` the entries used longest ago make room (over all layers); without, a layer takes
-    `max_entries` and then drops what is new, as the original does. `mode` says what its keys are of:
-    `exact` of the input's bytes, whose hits are what would be computed, or `features` of the set of
-    selected features, whose hits are approximations under `check`.
+    With `max_bytes` the entries used longest ago make room: over all layers for bytes, within a layer that
+    has `max_entries`. Without, a full layer drops what is new, as the original does. `mode` says what its
+    keys are of: `exact` of the input's bytes, whose hits are what would be computed, or `features` of the
+    set of selected features, whose hits are approximations under `check`.
     """
 
     def __init__(
@@ -122,13 +122,14 @@ class FfnCache:
         with self._lock:
             if key in self._entries:
                 return
-            if self.max_entries is not None and self._per_layer[layer] >= self.max_entries:
+            full = self.max_entries is not None and self._per_layer[layer] >= self.max_entries
+            if full if self.max_bytes is None else size > self.max_bytes:
                 self._count["dropped"] += 1
                 return
             if self.max_bytes is not None:
-                if size > self.max_bytes:
-                    self._count["dropped"] += 1
-                    return
+                if full:
+                    self._remove(next(key for key, (at, _) in self._entries.items() if at == layer))
+                    self._count["evicted"] += 1
                 while self._bytes + size > self.max_bytes:
                     self._remove(next(iter(self._entries)))
                     self._count["evicted"] += 1
