@@ -5,6 +5,7 @@ from __future__ import annotations
 from tiny_model import load_tiny_model
 
 import larql_kv as lk
+from larql_kv.policy import Verdict
 
 model = load_tiny_model()
 ids = model.tokenizer.encode(
@@ -15,7 +16,7 @@ for spec in [entry.name for entry in lk.engines()] + ["standard:window=32"]:
     engine = lk.build_engine(spec, model)
     report = engine.policy.contract.check(engine, ids, prompt_tokens=100, free_tokens=16)
     print(f"{spec:<20} {report.contract:<28} {report.verdict}: {report.reason}")
-    assert report.ok, report
+    assert report.verdict != Verdict.BROKEN, report  # a short text leaves codes unexercised, and says so
 
 # A promise that is not true does not hold: 32 rows are not the whole text.
 windowed = lk.build_engine("standard:window=32", model)

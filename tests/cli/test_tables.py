@@ -68,7 +68,7 @@ def test_check_holds(larql, base_model):
     assert report["tokens"] == 40
     assert {"standard", "no-cache", "markov-rs"} <= {item["engine"] for item in report["checks"]}
     for item in report["checks"]:
-        assert item["report"]["ok"], item
+        assert item["report"]["ok"] or item["report"]["verdict"] == "not exercised", item
     several = ("--engine", "standard:window=13;no-cache", "--engine", "sliding", "--context-window", 9)
     shown = larql("check", base_model, "--tokens", 24, "--free-tokens", 2, "--dtype", "float32", *several)
     assert shown.exit_code == 0

@@ -62,7 +62,7 @@ def test_the_longest_common_prefix_is_reused_and_changes_nothing(spec: str) -> N
         fresh = lk.build_engine(spec, model)
         assert got == [token.id for token in fresh.generate(prompt, 3, ignore_stop_tokens=True)]
         assert fresh.reused_tokens == 0
-        assert engine.reused_tokens in ((0, common) if keeps else (0,))
+        assert 0 <= engine.reused_tokens <= (common if keeps else 0)
     engine.reset()
     list(engine.generate(ids[:10], 2, ignore_stop_tokens=True))
     list(engine.generate([*ids[:10], 9], 2, ignore_stop_tokens=True))
