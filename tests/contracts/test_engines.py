@@ -13,8 +13,15 @@ from tests.models import FAMILIES, SPECS, tiny
 from tests.storages import held_storages
 
 LENGTH = 40
+# A mask of the engine's own is the same on every family with windows, and on every one without.
 combinations = pytest.mark.parametrize(
-    ("family", "spec"), [(family, spec) for family in FAMILIES for spec in SPECS]
+    ("family", "spec"),
+    [
+        (family, spec)
+        for family in FAMILIES
+        for spec in SPECS
+        if family in ("llama", "gemma3") or not ("sinks" in spec or "unlimited" in spec)
+    ],
 )
 
 

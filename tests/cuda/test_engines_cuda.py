@@ -45,7 +45,7 @@ def choose(engine: KvEngine, token: int) -> int:
     return int(engine.logits(engine.decode_step(token)).argmax())
 
 
-@each_engine
+@pytest.mark.parametrize("spec", ["standard:window=13", "markov-rs", "markov-rs:rows=none"])
 def test_the_contract_holds(spec: str) -> None:
     engine = lk.build_engine(spec, micro.shared())
     report = engine.policy.contract.check(engine, IDS[:17], 14, 1)

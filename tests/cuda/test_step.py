@@ -11,7 +11,7 @@ from tests import tiny_models
 from tests.cuda.conftest import relative_error
 
 PROMPT = [5, 17, 3, 99, 42, 7, 64, 12, 81, 33, 2, 58]
-FAMILIES = ["llama", "qwen3", "gemma2", "gemma3"]
+FAMILIES = ["qwen3", "gemma3"]  # the others add nothing that the kernels' own tests have not
 
 
 def load(family: str) -> Model:

@@ -29,19 +29,17 @@ def _divergence(name: str, spec: str, tokens: int, skip: int = 200):
     ("name", "spec", "mean", "top1"),
     [
         pytest.param("smollm2-135m", "turbo-quant", 0.01, 0.92, marks=needs_smollm2),
-        pytest.param("smollm2-135m", "turbo-quant:code=uniform", 0.01, 0.92, marks=needs_smollm2),
         pytest.param("gemma3-270m", "turbo-quant", 0.01, 0.92, marks=needs_gemma),
         pytest.param("smollm2-135m", "markov-rs-codec:window=64", 1e-4, 0.99, marks=needs_smollm2),
-        pytest.param("smollm2-135m", "markov-rs-codec:window=64,codec=int8", 1e-3, 0.99, marks=needs_smollm2),
         pytest.param("smollm2-135m", "markov-rs-codec:window=64,codec=int4", 0.01, 0.92, marks=needs_smollm2),
     ],
 )
 def test_codes_stay_near_standard(name: str, spec: str, mean: float, top1: float) -> None:
-    measured, engine = _divergence(name, spec, 700)
+    measured, engine = _divergence(name, spec, 500)
     assert measured.mean_kl < mean
     assert measured.top1_agreement > top1
     assert measured.max_kl <= engine.policy.contract.nats_allowed
-    assert (engine.coded_share() or 0) > 0.7
+    assert (engine.coded_share() or 0) > 0.5
     assert measured.mean_kl > 0, "equal logits: nothing was coded"
 
 

@@ -24,7 +24,7 @@ from larql_kv.vindex.build import build_vindex
 from larql_kv.vindex.patch import apply_patch
 from tests import tiny_models
 from tests.cli.conftest import Larql
-from tests.models import needs_smollm2, real, tiny
+from tests.models import tiny
 from tests.server.conftest import KEY, PATIENCE, Redis, Server, make_service
 from tests.server.test_facts import patch_of
 from tests.server.test_walk_ffn import rows_of
@@ -77,16 +77,6 @@ def test_two_halves_give_the_same_tokens_and_one_may_die_in_between(start: Start
         got.append(engine.logits(engine.decode_step(got[-1])).argmax().item())
     assert got == want
     assert [servers[0].end(), revived.end()] == [0, 0]
-
-
-@needs_smollm2
-def test_a_real_model_over_two_processes(start: Start) -> None:
-    model = real("smollm2-135m")
-    halves = [start("smollm2-135m", "--ffn-only", "--layers", span) for span in ("0-14", "15-29")]
-    ffn = remote_backend(model, f"0-14={halves[0].url},15-29={halves[1].url}")
-    prompt = "The capital of France is"
-    remote = [token.id for token in lk.build_engine("standard", model, ffn=ffn).generate(prompt, 8)]
-    assert remote == [token.id for token in lk.build_engine("standard", model).generate(prompt, 8)]
 
 
 def test_it_answers_before_the_weights_are_there_and_sigterm_finishes_what_is_at_work(start: Start) -> None:

@@ -33,7 +33,7 @@ class MarkovResidualCodec(EngineSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        row_codec(self.codec)  # refuses an unknown name
+        nats_of(self.codec)  # refuses a name without a bound
 
     @property
     def policy(self) -> StatePolicy:
