@@ -286,3 +286,18 @@ def test_sinks_stay_where_a_window_cuts(window: int, sinks: int, cap: float | No
     for cuts in ([1] * total, [sinks, total - sinks], [100, 1, 1, 128]):
         assert torch.equal(fed(cuts, window), whole), cuts
         assert torch.equal(fed(cuts, 0), whole), cuts
+
+
+def test_wrong_stores_are_refused() -> None:
+    q, k, v = random_qkv(3, 4, 2, 16)
+    table = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="ring must be"):
+        ops.KvStore(table, -1)
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.KvStore(table).set_sinks(65, table)
+    with pytest.raises(ValueError, match="the store keeps"):
+        ops.attend(q, k, v, Store(2, 16, 0, ring=8).view, 20, 8, 1.0, sinks=4)
+    store = Store(2, 16, 64)
+    store.view.set_coded(1)
+    with pytest.raises(ValueError, match="q_codes"):
+        ops.attend(q, k, v, store.view, 1, None, 1.0, q_codes=q[:2])

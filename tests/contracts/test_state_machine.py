@@ -149,9 +149,9 @@ def _run(base: type[EngineMachine], spec: str, examples: int) -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_any_history_equals_the_reference(spec: str) -> None:
-    _run(EngineMachine, spec, 15)
+    _run(EngineMachine, spec, 8)
 
 
 @pytest.mark.parametrize("spec", CODED_SPECS)
 def test_any_history_stays_near_the_reference(spec: str) -> None:
-    _run(CodedMachine, spec, 10)
+    _run(CodedMachine, spec, 6)

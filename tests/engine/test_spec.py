@@ -149,3 +149,8 @@ def test_a_taken_name_is_refused_at_registration() -> None:
         engine("full")(
             type("Twin", (EngineSpec,), {"__doc__": "x", "policy": lk.parse_spec("standard").policy})
         )
+
+
+def test_a_codec_without_a_measured_bound_is_refused() -> None:
+    with pytest.raises(lk.SpecError, match="no measured bound"):
+        lk.parse_spec("markov-rs-codec:codec=int8-clip3")
