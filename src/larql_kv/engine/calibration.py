@@ -8,7 +8,8 @@ A record is one JSON file, made by `larql calibrate` and written whole or not at
     fingerprint        "revision|0=bf16,1=int8,..."
     corpus             {sha256, tokens}: of the whole file, and how many of its tokens were run
     window, samples, budget_nats, kl_bound_nats
-    chosen_on, held_out   {steps, mean_kl, p99_kl, max_kl, top1_agreement}: the policy end to end, in nats
+    chosen_on, held_out   {steps, mean_kl, p99_kl, max_kl, top1_agreement}: the policy end to end, in nats;
+                       held out are every second excerpt and the text that comes with this package
     fragility[]        {layer, codec, mean_kl, max_kl}: that codec on that layer alone, the others bf16, on
                        the first excerpt
     bytes              {policy, bf16, kv, kv_dtype}: of one token, all layers together
