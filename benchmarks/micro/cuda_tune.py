@@ -4,18 +4,23 @@
 
 Whole captured steps are timed, one role's tile changed at a time (its matrices repacked from random
 weights), and the best of each role is kept for the next. Prints microseconds a step for every candidate.
+`--shape gemma3-4b:bf16` tunes the tiles of floats. Processes compile the kernels first.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,10 +28,11 @@ import torch
 from larql_kv.backends.cuda import program
 from larql_kv.backends.cuda.formats import PAIR
 from larql_kv.backends.cuda.linear import RowLinear
-from larql_kv.backends.cuda.packed import PackedMatrix, Tile
+from larql_kv.backends.cuda.packed import FloatMatrix, FloatTile, PackedMatrix, Tile
 from larql_kv.backends.cuda.program import Ending, StepProgram
 from larql_kv.engine import build_engine
-from larql_kv.model.shape_models import random_model
+from larql_kv.model.shape_models import parse_shape, random_model
+from larql_kv.model.shape_recipes import Shape
 
 Numbers = tuple[int, ...]  # of a Tile; for attention: warps
 CANDIDATES: dict[str, list[Numbers]] = {
@@ -43,9 +49,21 @@ CANDIDATES: dict[str, list[Numbers]] = {
     "attention": [(4,), (8,)],
 }  # fmt: skip
 
+FLOAT_CANDIDATES: dict[str, list[Numbers]] = {
+    "gate_up": [(16, 512, 8, 4), (64, 128, 8, 4), (16, 512, 8, 2)],
+    "down": [(4, 2048, 8, 3), (8, 1024, 8, 4)],
+    "qkv": [(8, 512, 4, 4), (16, 512, 8, 4), (8, 1024, 8, 2)],
+    "o": [(8, 1024, 8, 2), (4, 1024, 8, 2), (4, 1024, 4, 2)],
+    "head": [(16, 512, 4, 5), (16, 512, 8, 4), (8, 1024, 8, 2), (8, 512, 4, 5)],
+}  # fmt: skip
 
-def repacked(linear: RowLinear, tile: Tile) -> RowLinear:
-    """The same sizes and formats in another tile, with random codes."""
+
+def repacked(linear: RowLinear, numbers: Numbers) -> RowLinear:
+    """The same sizes and formats in another tile, with random codes; floats stay as they are."""
+    if isinstance(linear.matrices[0], FloatMatrix):
+        floats = [FloatMatrix(matrix.data, FloatTile(*numbers)) for matrix in linear.matrices]
+        return RowLinear(floats, linear.bias, linear.bits, linear.plain_bias)
+    tile = Tile(*numbers)
     matrices = [_random(matrix, tile) for matrix in linear.matrices if isinstance(matrix, PackedMatrix)]
     return RowLinear(matrices, linear.bias, linear.bits, linear.plain_bias)
 
@@ -75,7 +93,7 @@ ATTENTION = program.attention_step
 
 
 class Bench:
-    def __init__(self, shape: str, prompt_tokens: int, activations: str | None) -> None:
+    def __init__(self, shape: Shape, prompt_tokens: int, activations: str | None) -> None:
         self.model = random_model(shape, "cuda", activations=activations)
         self.decoder = self.model.decoder
         self.engine = build_engine("standard", self.model)
@@ -118,28 +136,46 @@ class Bench:
         if role == "attention":
             program.attention_step = functools.partial(ATTENTION, warps=numbers[0])
             return
-        tile = Tile(*numbers)
         if role == "head":
-            weights.head = repacked(weights.head, tile)
+            weights.head = repacked(weights.head, numbers)
             return
         role, _, kind = role.partition("@")
         weights.layers = [
-            dataclasses.replace(layer, **{role: repacked(getattr(layer, role), tile)})
+            dataclasses.replace(layer, **{role: repacked(getattr(layer, role), numbers)})
             if not kind or getattr(layer, role).matrices[0].fmt.kind == kind
             else layer
             for layer in weights.layers
         ]
 
 
+def compile_all(processes: int) -> None:
+    """Fill Triton's cache: this command again, as many processes, each with its share of the candidates."""
+    command = [sys.executable, *sys.argv, "--share"]
+    shares = [subprocess.Popen([*command, f"{share}/{processes}"]) for share in range(processes)]
+    for process in shares:
+        process.wait()
+
+
+def compile_share(shape: Shape, given: argparse.Namespace, listed: Sequence[tuple[str, Numbers]]) -> None:
+    first, step = map(int, given.share.split("/"))
+    bench = Bench(shape, given.prompt_tokens, given.activations)
+    for role, numbers in listed[first::step]:
+        with contextlib.suppress(Exception):  # reported when its turn comes
+            bench.use(role, numbers)
+            bench.microseconds(1, 1)
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--shape", default="gemma3-4b")
-    options.add_argument("--roles", default=",".join(CANDIDATES))
+    options.add_argument("--roles", default=",".join([*CANDIDATES, "down"]))
     options.add_argument("--prompt-tokens", type=int, default=512)
     options.add_argument("--activations", default=None)
     options.add_argument(
         "--seconds", type=float, default=240.0, help="stop starting new candidates after this"
     )
+    options.add_argument("--processes", type=int, default=12, help="that compile first; 0: none")
+    options.add_argument("--share", help=argparse.SUPPRESS)  # I/N: every N-th candidate from the I-th
     options.add_argument("--no-attention", action="store_true", help="leave attention out of the timed steps")
     given = options.parse_args()
     if given.no_attention:
@@ -147,12 +183,21 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA card")
     begin = time.perf_counter()
-    bench = Bench(given.shape, given.prompt_tokens, given.activations)
-    print(f"loaded in {time.perf_counter() - begin:.1f} s; {bench.microseconds():.1f} us a step as it is")
+    shape = parse_shape(given.shape)
+    candidates = FLOAT_CANDIDATES if shape.mix in ("bf16", "f16") else CANDIDATES
+    roles = [role for role in given.roles.split(",") if role in candidates]
+    if given.share is not None:
+        compile_share(replace(shape, layers=1), given, [(r, c) for r in roles for c in candidates[r]])
+        return
+    if given.processes:
+        compile_all(given.processes)
+    print(f"compiled in {time.perf_counter() - begin:.1f} s")
+    bench = Bench(shape, given.prompt_tokens, given.activations)
+    print(f"ready after {time.perf_counter() - begin:.1f} s; {bench.microseconds():.1f} us a step as it is")
     best: dict[str, Numbers] = {}
-    for role in given.roles.split(","):
+    for role in roles:
         results: dict[Numbers, float] = {}
-        for candidate in CANDIDATES.get(role, []):
+        for candidate in candidates[role]:
             if time.perf_counter() - begin > given.seconds:
                 continue
             try:

@@ -193,10 +193,10 @@ def nothing_runs() -> None:
     from larql_kv.backends.cuda import decoder, weights
     from larql_kv.backends.cuda.program import StepBuffers
 
-    def packed_once(raws: Any, device: Any, tile: Any = None, order: Any = None) -> Any:
-        key = tuple((raw.kind, raw.shape) for raw in raws), tile, order is None
+    def packed_once(raws: Any, device: Any, tile: Any, order: Any, float_tile: Any) -> Any:
+        key = tuple((raw.kind, raw.shape) for raw in raws), tile, order is None, float_tile
         if key not in packed:
-            packed[key] = pack_rows(raws, device, tile, order)
+            packed[key] = pack_rows(raws, device, tile, order, float_tile)
         return packed[key]
 
     packed: dict[Any, Any] = {}

@@ -8,7 +8,7 @@ import torch
 
 from larql_kv.backends.cuda.formats import FORMATS
 from larql_kv.backends.cuda.linear import Glu, Head, Norm, RowLinear, last_norm
-from larql_kv.backends.cuda.packed import FloatMatrix, Tile, pack_rows
+from larql_kv.backends.cuda.packed import FloatMatrix, FloatTile, Tile, pack_rows
 from larql_kv.backends.cuda.planes import Planes
 from tests.cuda.blocks import random_raw
 from tests.cuda.conftest import relative_error
@@ -105,12 +105,12 @@ def test_norm_before_and_two_formats(kind: str, post: bool, device: str) -> None
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "BF16", "F32"])
 @pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("inner", [96, 80])
-def test_gated_activation_after(kind: str, gelu: bool, inner: int, device: str) -> None:
+@pytest.mark.parametrize(("inner", "rows"), [(96, 64), (80, 16)])
+def test_gated_activation_after(kind: str, gelu: bool, inner: int, rows: int, device: str) -> None:
     columns = 256
     gate, up = random_raw(kind, inner, columns, 3), random_raw(kind, inner, columns, 4)
     order = interleaved_order(inner)
-    matrix = pack_rows([gate, up], torch.device(device), Tile(64, 8, 1, 1), order)
+    matrix = pack_rows([gate, up], torch.device(device), Tile(64, 8, 1, 1), order, FloatTile(rows, 64, 2, 3))
     floats = isinstance(matrix, FloatMatrix)
     bits = 32 if floats else 16
     linear = RowLinear([matrix], bits=bits)

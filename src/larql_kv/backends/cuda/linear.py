@@ -16,7 +16,7 @@ from larql_kv.backends.cuda.kernels.common import INTERPRET
 from larql_kv.backends.cuda.packed import FloatMatrix, Matrix, PackedMatrix
 from larql_kv.backends.cuda.planes import Planes
 
-_FLOAT_ROWS, _FLOAT_STEP = 8, 256
+_MOST_CHUNKS = 64  # of a float row: the kernel's loop over them is unrolled
 _EMPTY: dict[torch.device, torch.Tensor] = {}
 
 
@@ -114,13 +114,12 @@ class RowLinear:
     @property
     def tiles(self) -> int:
         """Output tiles of the first matrix: entries that a Head needs."""
-        first = self.matrices[0]
-        return first.tiles if isinstance(first, PackedMatrix) else -(-first.rows // _FLOAT_ROWS)
+        return self.matrices[0].tiles
 
     @property
     def scratch_words(self) -> int:
         """int32 words of scratch that a launch with a Norm needs."""
-        programs = sum(_tiles(matrix, glu=False) for matrix in self.matrices)
+        programs = sum(matrix.tiles for matrix in self.matrices)
         per = 512 * _parts(self.columns) if self.bits == 32 else (self.bits + 3) * self.groups
         return programs * per
 
@@ -226,11 +225,14 @@ class RowLinear:
     ) -> None:
         assert isinstance(matrix, FloatMatrix)
         none = nothing(matrix.data.device)
-        glu = isinstance(after, Glu)
-        rows = 64 if glu else _FLOAT_ROWS
+        tile = matrix.tile
+        if isinstance(after, Glu) and tile.rows > 64:
+            raise ValueError(f"gate and up rows are stored 32 and 32: no tiles of {tile.rows} rows")
         stored = after if isinstance(after, torch.Tensor) else out
-        step = min(_FLOAT_STEP // (4 if glu else 1), triton.next_power_of_2(matrix.columns))
-        step_linear.float_linear[(_tiles(matrix, glu),)](
+        least = -(-matrix.columns // _MOST_CHUNKS)
+        wanted = tile.step * 2 // matrix.data.itemsize  # as many bytes, whatever is stored
+        step = triton.next_power_of_2(min(max(wanted, least), matrix.columns))
+        step_linear.float_linear[(matrix.tiles,)](
             matrix.data,
             matrix.rows,
             none if stored is None else stored,
@@ -240,14 +242,15 @@ class RowLinear:
             *_after_pointers(after, none),
             K=matrix.columns,
             PARTS=_parts(matrix.columns),
-            ROWS=rows,
+            ROWS=tile.rows,
             STEP=step,
-            STAGES=1 if INTERPRET else 4,
+            AHEAD=min(tile.ahead, -(-matrix.columns // step)),
             **_norm_switches(before),
             **_after_switches(after),
             BIAS=bias is not None,
             PDL=pdl,
-            num_warps=4,
+            num_warps=tile.warps,
+            maxnreg=tile.registers,
             **pdl_options(pdl),
         )
 
@@ -304,16 +307,9 @@ def _parts(columns: int) -> int:
     return -(-columns // 512)
 
 
-def _tiles(matrix: Matrix, glu: bool) -> int:
-    if isinstance(matrix, PackedMatrix):
-        return matrix.tiles
-    return -(-matrix.rows // (64 if glu else _FLOAT_ROWS))
-
-
 def _padded(bias: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     """A bias as long as the matrix's tiles are tall: kernels read whole tiles."""
-    tall = matrix.tiles * matrix.tile.rows if isinstance(matrix, PackedMatrix) else -(-matrix.rows // 64) * 64
-    return torch.nn.functional.pad(bias, (0, tall - len(bias)))
+    return torch.nn.functional.pad(bias, (0, matrix.tiles * matrix.tile.rows - len(bias)))
 
 
 def _pointers(matrix: PackedMatrix, none: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -74,10 +74,30 @@ class PackedMatrix:
 
 
 @dataclass(frozen=True)
+class FloatTile:
+    """How a matrix of floats is run: `rows` a program, `step` columns at once, `warps`, so many chunks of
+    columns loaded `ahead`, and the most `registers` a thread may take."""
+
+    rows: int
+    step: int
+    warps: int
+    ahead: int
+    registers: int | None = None
+
+
+DEFAULT_FLOAT_TILE = FloatTile(8, 256, 4, 4)
+
+
+@dataclass(frozen=True)
 class FloatMatrix:
     """Rows as stored: `data` (rows, columns) float32, float16 or bfloat16."""
 
     data: torch.Tensor
+    tile: FloatTile
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // self.tile.rows)
 
     @property
     def rows(self) -> int:
@@ -96,7 +116,11 @@ Matrix = PackedMatrix | FloatMatrix
 
 
 def pack_rows(
-    raws: Sequence[RawTensor], device: torch.device, tile: Tile | None = None, order: np.ndarray | None = None
+    raws: Sequence[RawTensor],
+    device: torch.device,
+    tile: Tile | None = None,
+    order: np.ndarray | None = None,
+    float_tile: FloatTile = DEFAULT_FLOAT_TILE,
 ) -> Matrix:
     """The rows of `raws` (one ggml type, one width), one below the other, permuted by `order`, on `device`.
 
@@ -106,7 +130,7 @@ def pack_rows(
     rows = sum(raw.shape[0] for raw in raws) if order is None else len(order)
     fmt = FORMATS.get(kind)
     if fmt is None:
-        return FloatMatrix(_float_rows(raws, device, order))
+        return FloatMatrix(_float_rows(raws, device, order), float_tile)
     groups = columns // 32
     tile = Tile.default(groups) if tile is None else tile
     wide = -(-groups // tile.groups)

@@ -13,7 +13,7 @@ import torch
 from larql_kv.backends.cuda.formats import FORMATS
 from larql_kv.backends.cuda.linear import RowLinear
 from larql_kv.backends.cuda.packed import FloatMatrix, Matrix, Tile, pack_rows
-from larql_kv.backends.cuda.tiles import choose_tile
+from larql_kv.backends.cuda.tiles import choose_float_tile, choose_tile
 from larql_kv.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class Weights:
         self.converted |= {raw.name for raw in raws if raw.kind not in (*FORMATS, "F32", "F16", "BF16")}
         groups = raws[0].shape[1] // 32
         tile = self._tiles.get(role) or choose_tile(role, groups, raws[0].kind)
-        matrices = [pack_rows(run, self._device, tile, order) for run in runs]
+        floats = choose_float_tile(role)
+        matrices = [pack_rows(run, self._device, tile, order, floats) for run in runs]
         plain = self._bias(names, raws)
         bias = plain
         if plain is not None and order is not None:

@@ -23,6 +23,17 @@ from larql_kv.backends.cuda.kernels.linear import (
 
 
 @triton.jit
+def _row_of_tile(tile, ROWS: tl.constexpr, AFTER: tl.constexpr):
+    """Rows of the matrix that a tile has, its gate rows before their up rows (stored 32 and 32 in turn)."""
+    r = tl.arange(0, ROWS)
+    if AFTER == GLU and ROWS < 64:
+        gate = tile * (ROWS // 2) + r % (ROWS // 2)
+        return gate // 32 * 64 + r // (ROWS // 2) * 32 + gate % 32
+    else:
+        return tile * ROWS + r
+
+
+@triton.jit
 def finish_tile(
     y,
     tile,
@@ -46,12 +57,12 @@ def finish_tile(
     """Bias, then STORE / GLU / HEAD for the tile's products y (ROWS,)."""
     row = tile * ROWS + tl.arange(0, ROWS)
     if BIAS:
-        y += tl.load(bias + row)
+        y += tl.load(bias + _row_of_tile(tile, ROWS, AFTER))
     if AFTER == GLU:
         gate, up = tl.split(tl.trans(tl.reshape(y, [2, ROWS // 2])))
         a = activate(gate, GELU) * up
         if OUT_BITS == 32:
-            at = tile * 32 + tl.arange(0, ROWS // 2)
+            at = tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
             tl.store(planes_q.to(tl.pointer_type(tl.float32)) + at, a, mask=at < rows // 2)
         else:
             group = tl.zeros([1], tl.int32) + tile
@@ -226,41 +237,55 @@ def _section(
 
 
 @triton.jit
+def load_floats(data, row, rows, k: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr):
+    """Columns k..k+STEP-1 of a tile's rows as stored; padding rows and columns come as zeros."""
+    column = k + tl.arange(0, STEP)
+    mask = (row < rows)[:, None] & (column < K)[None, :]
+    # read once a step: should make room first for what is read again
+    at = data + row.to(tl.int64)[:, None] * K + column[None, :]
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def float_linear(
     data, rows, out, bias, vector,
     x_ptr, update_ptr, post_ptr, weight_ptr, x_out, row_table, pos_ptr, stage_ptr, scratch, eps,
     planes_q, planes_scale, planes_sums, planes_stride, best, best_at, cap,
-    K: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr,
     BEFORE: tl.constexpr, UPDATE: tl.constexpr, POST: tl.constexpr, RING: tl.constexpr,
     KEEP: tl.constexpr, STAGE: tl.constexpr, ROUND: tl.constexpr, AFTER: tl.constexpr, BIAS: tl.constexpr,
     GELU: tl.constexpr, CAP: tl.constexpr, OUT_BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row through a matrix stored as float32, float16 or bfloat16, (rows, K) contiguous. Padding rows
-    of the last tile are read as zeros."""
+    """One row through a matrix stored as float32, float16 or bfloat16, (rows, K) contiguous. AHEAD chunks of
+    STEP columns are loaded before the wait, and always so far ahead of the product."""
+    NC: tl.constexpr = (K + STEP - 1) // STEP
     tile = tl.program_id(0)
-    row = tile * ROWS + tl.arange(0, ROWS)
-    wait_for_previous(PDL)
+    row = _row_of_tile(tile, ROWS, AFTER)
+    chunks = ()
+    for c in tl.static_range(AHEAD):
+        chunks = chunks + (load_floats(data, row, rows, c * STEP, K, STEP),)
     if BEFORE == NORM:
         weight = row_of(weight_ptr, K, PARTS)
         post = row_of(post_ptr, K, PARTS) if POST else weight
+        kept = kept_row(row_table, pos_ptr, K, RING) if KEEP else x_out
         own = (scratch + tile * (PARTS * 512)).to(tl.pointer_type(tl.float32))
+        wait_for_previous(PDL)
         norm_row(
-            row_of(x_ptr, K, PARTS), update_ptr, post, weight, x_out,
-            kept_row(row_table, pos_ptr, K, RING) if KEEP else x_out, stage_ptr,
-            own, own, own, 0, eps, tile == 0, tile == 0,
+            row_of(x_ptr, K, PARTS), update_ptr, post, weight, x_out, kept, stage_ptr,
+            own, own, own, 0, eps, tile == 0, tile == tl.num_programs(0) - 1,
             K, PARTS, UPDATE, POST, KEEP, STAGE, ROUND, True, 32,
         )  # fmt: skip
         tl.debug_barrier()
     else:
         own = vector
+        wait_for_previous(PDL)
     total = tl.zeros([ROWS, STEP], tl.float32)
-    base = data + row.to(tl.int64)[:, None] * K
-    for k in tl.range(0, K, STEP, num_stages=STAGES):
-        column = k + tl.arange(0, STEP)
-        inside = column < K
-        w = tl.load(base + column[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
-        x = tl.load(own + column, mask=inside, other=0.0)
-        total += w.to(tl.float32) * x[None, :]
+    for c in tl.static_range(NC):
+        if c + AHEAD < NC:
+            chunks = chunks + (load_floats(data, row, rows, (c + AHEAD) * STEP, K, STEP),)
+        column = c * STEP + tl.arange(0, STEP)
+        x = tl.load(own + column, mask=column < K, other=0.0)
+        total += chunks[c].to(tl.float32) * x[None, :]
     finish_tile(
         tl.sum(total, 1), tile, rows, out, bias, planes_q, planes_scale, planes_sums, planes_stride,
         best, best_at, cap, ROWS, AFTER, BIAS, GELU, CAP, OUT_BITS,
