@@ -128,7 +128,7 @@ class _Copy:
 class Transit:
     """The buffers and the copies under way, shared by owners that take turns on one stream.
 
-    `slots` steps fit the ring; landed ones are taken out after every quarter of it. Buffers are made when
+    `slots` steps fit the ring; landed ones are taken out a quarter of it at a time. Buffers are made when
     first used. Host and device agree on the order by events alone, except where `drain` has to wait.
     """
 
@@ -195,8 +195,10 @@ class Transit:
         if before is not None and not before.query():
             self._lane.hold_main(before)  # the next step writes that half
         self._stage_events[half], self._last_stage = event, half
-        if len(self._pending) > self._slots // 4:
-            self.drain(wait=False)
+        quarter = self._slots // 4
+        # One by one they would cost the host more than the device's step.
+        if len(self._pending) > quarter and self._pending[quarter - 1].event.query():
+            self._deliver(self._batch(quarter))
 
     def send(self, owner: Receiver, kind: str, layer: int, first: int, rows: torch.Tensor) -> None:
         """Rows (n, elements) of positions first.. go to the host; the caller lets go of `rows`."""
@@ -236,18 +238,13 @@ class Transit:
         start = half * (self.ring.numel() // 2)
         return half, self.ring.view(-1)[start : start + rows * elements].view(rows, elements)
 
-    def drain(self, wait: bool = True) -> None:
-        """Bring home what was sent: all of it, or without `wait` what has landed.
+    def drain(self) -> None:
+        """Wait for all that was sent, and bring it home.
 
         An interrupted drain loses nothing: a copy is forgotten only after it was written.
         """
         while self._pending:
-            batch = self._batch()
-            if not wait:  # copies land in order: the first that has not ends the search
-                batch = list(itertools.takewhile(lambda copy: copy.event.query(), batch))
-            if not batch:
-                return
-            self._deliver(batch)
+            self._deliver(self._batch())
 
     def _batch(self, most: int | None = None) -> list[_Copy]:
         """The oldest copy, and the steps that follow it in owner, position and slot, `most` in all."""

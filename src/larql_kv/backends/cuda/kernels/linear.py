@@ -228,8 +228,8 @@ def norm_row(
     sums_ptr,
     stride,
     eps,
-    writes,
-    keeps,
+    program,
+    programs,
     K: tl.constexpr,
     PARTS: tl.constexpr,
     UPDATE: tl.constexpr,
@@ -242,8 +242,9 @@ def norm_row(
 ):
     """x + update (normed first, with POST); its norm times `weight`, as planes (BITS 32: float32 values).
 
-    x, post, weight: a row in PARTS tensors. Where `writes`, the sum goes to out_ptr as float32; where
-    `keeps`, rounded to bfloat16, to `kept` (KEEP) and to the staging row (STAGE). With POST and ONE_PASS the
+    x, post, weight: a row in PARTS tensors. The sum goes to out_ptr as float32 and, rounded to bfloat16, to
+    `kept` (KEEP) and the staging row (STAGE): a part each by another of the launch's `programs`, all of which
+    make the whole row, so that none of them comes late. With POST and ONE_PASS the
     mean square of the sum is had from four sums at once: |x|^2 + 2 r x.u + r^2 |u|^2, u = update * post.
     """
     at = tl.arange(0, PART)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -296,7 +297,8 @@ def norm_row(
         here = at + i * 512
         inside = here < K
         row = x[i] + total[i] * r if POST and ONE_PASS else total[i]
-        tl.store(out_ptr + here, row, mask=inside & writes)
+        tl.store(out_ptr + here, row, mask=inside & (program == i % programs))
+        keeps = program == programs - 1 - i % programs
         if KEEP:
             store_row_bf16(kept, row, i * 512, K, keeps)
         if STAGE:

@@ -203,9 +203,7 @@ def _section(
         own_sums = own_scale + GROUPS_ALL
         norm_row(
             x, update_ptr, post, weight, x_out, kept, stage_ptr,
-            own, own_scale, own_sums, GROUPS_ALL, eps,
-            # not the same program: each would come later by the other's stores
-            tl.program_id(0) == 0, tl.program_id(0) == tl.num_programs(0) - 1,
+            own, own_scale, own_sums, GROUPS_ALL, eps, tl.program_id(0), tl.num_programs(0),
             K, PARTS, UPDATE, POST, KEEP, STAGE, ROUND, True, BITS,
         )  # fmt: skip
         tl.debug_barrier()
@@ -272,7 +270,7 @@ def float_linear(
         wait_for_previous(PDL)
         norm_row(
             row_of(x_ptr, K, PARTS), update_ptr, post, weight, x_out, kept, stage_ptr,
-            own, own, own, 0, eps, tile == 0, tile == tl.num_programs(0) - 1,
+            own, own, own, 0, eps, tile, tl.num_programs(0),
             K, PARTS, UPDATE, POST, KEEP, STAGE, ROUND, True, 32,
         )  # fmt: skip
         tl.debug_barrier()
@@ -306,7 +304,7 @@ def last_norm(
     wait_for_previous(PDL)
     norm_row(
         row_of(x_ptr, K, PARTS), update_ptr, post, weight, hidden, hidden, hidden,
-        q, scale, sums, stride, eps, True, True, K, PARTS, UPDATE, POST, False, False, False, False, BITS,
+        q, scale, sums, stride, eps, 0, 1, K, PARTS, UPDATE, POST, False, False, False, False, BITS,
     )  # fmt: skip
     if ADVANCE:
         tl.store(pos_ptr, tl.load(pos_ptr) + 1)
