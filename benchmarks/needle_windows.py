@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--in-text", action="store_true", help="ask in the text, not alone")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--output-file", type=Path, help="default: results/<date>-<machine>-needles-<model>.json"
+        "--output-file", type=Path, help="default: results/<date>-<machine>-<model>-needle-windows.json"
     )
     arguments = parser.parse_args()
     model = load_model(arguments.model, dtype=arguments.dtype)
@@ -179,7 +179,7 @@ def main() -> None:
     }
     title = f"{model.config.name}: {arguments.windows} archived windows of {arguments.window} tokens"
     print(json.dumps(report, indent=1) if arguments.json else grid(title, report["results"]).plain())
-    save_results(f"needles-{arguments.model}", report, arguments.output_file)
+    save_results(f"{arguments.model}-needle-windows", report, arguments.output_file)
 
 
 if __name__ == "__main__":
